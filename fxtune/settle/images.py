@@ -49,7 +49,7 @@ def stored_refusals(config: Config, facts: Facts) -> Iterator[str]:
         f"objective={objective.name} makes its rows in each step": objective.needs.rollouts,
         "the teacher reads the images of each step": facts.frozen is not None,
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
+    for reason in (reason for reason, holds in reasons.items() if holds and facts.stores_images):
         yield f"data.image_features: stored, but {reason}. Set it to computed."
 
 

@@ -24,8 +24,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
-    if facts.stores_images:
-        yield from images.stored_refusals(config, facts)
+    yield from images.stored_refusals(config, facts)
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

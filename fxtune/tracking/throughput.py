@@ -98,9 +98,8 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
-    base: Any = getattr(model, "get_base_model", lambda: model)()
-    images = kind_of(config).images
-    is_stored = images is not None and isinstance(base.model.get_image_features, StoredFeatures)
+    images, base = kind_of(config).images, getattr(model, "get_base_model", lambda: model)()
+    is_stored = images is not None and isinstance(getattr(base.model, "get_image_features", None), StoredFeatures)
     image_parts = ImageParts.of(images, base) if images else None
     of_images = {id(module) for module in image_parts or ()}
     modules: list[Any] = list(model.modules())

@@ -99,7 +99,7 @@ class RunBuilder:
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self._tables: list[TokenTable] = []
-        """The tables with images of the plans of training and evaluation, if features of images are stored."""
+        """The tables with images, if features of images are stored."""
         self.keeps_decisions = False
         """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ COLUMNS = 1024
 """The number of columns in which the checksum of a tensor adds up its 32-bit words."""
 
 
-class StoredFile:
+class StoredFile(Protocol):
     """A file beside each token table, computed before the first step."""
 
     kind: ClassVar[str]
@@ -57,7 +58,6 @@ class StoredFile:
     @property
     def record(self) -> np.dtype:
         """The dtype of an entry."""
-        raise NotImplementedError
 
     def entries_in(self, table: TokenTable) -> tuple[int, int]:
         """(entries of the table's file, entries that are written)"""
@@ -228,7 +228,11 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
             )
         try:
             np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (entries,)).flush()
+            if written == entries and hasattr(os, "posix_fallocate"):  # a full disk would end the writer with SIGBUS
+                with open(_staging(table, name), "rb+") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
         except OSError as problem:
+            Path(_staging(table, name)).unlink(missing_ok=True)
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
             raise not_written(where, problem, "or set data.cache_dir") from problem
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.cases import slow_but
-from support.harness import command, kill, run, start, wait_for, write_chats
+from support.harness import command, kill, run, small_disk, start, wait_for, write_chats
 from support.processors import FAMILIES, write_model, write_picture_pairs, write_picture_rows
 from support.rows import write_jsonl
 from support.runs import exported, figures, losses, same_export
@@ -142,7 +142,25 @@ def test_an_image_of_several_documents_is_stored_once(qwen):
     turns = [{"role": "user", "content": "<image>Which color?"}, {"role": "assistant", "content": "Red."}]
     write_jsonl(Path("pictures/rows.jsonl"), [{"messages": turns, "images": ["red.png"]}] * 9)
     train("same", STORED, "data.eval_fraction=0")
-    assert len(np.load(*files())) == 16
+    assert len(np.load(files()[0])) == 16
+
+
+def test_held_out_sources_are_stored_too(qwen):
+    write_picture_rows(Path("held_out"), 6)
+    train("held", STORED, "data.eval_sources=[{path: held_out/rows.jsonl}]", "data.on_overlap=keep")
+    assert len(files()) == 2
+
+
+def test_a_full_disk_is_one_error_without_a_leftover(cwd, monkeypatch, capsys):
+    """Another program takes the room after it was looked up. A memory map without room would end the process."""
+    write_model("qwen3_vl", Path("model"))
+    write_picture_rows(Path("pictures"), 300)
+    usage = shutil.disk_usage(".")
+    with small_disk(cwd / "small", "600k") as disk:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        assert main([*WORDS, "run.dir=full", STORED, f"data.cache_dir={disk}"]) == StorageError.exit_code
+        assert not [*disk.rglob("image_features-*")]
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_other_weights_or_a_damaged_file_are_computed_again(qwen):

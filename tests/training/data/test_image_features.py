@@ -124,7 +124,7 @@ def test_features_are_computed_once(qwen, monkeypatch):
     first = train("first", STORED)
     (file,) = files()
     before, calls = file.stat().st_mtime_ns, []
-    assert train("again", STORED, "loader.num_workers=1") == first
+    assert train("again", STORED) == first
     computed = Qwen3VLVisionModel.forward
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", lambda *a, **k: calls.append(0) or computed(*a, **k))
     counts = []
@@ -135,6 +135,11 @@ def test_features_are_computed_once(qwen, monkeypatch):
     assert counts[0] == counts[1]
     assert files() == [file]
     assert file.stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_workers_read_the_same_features(qwen):
+    assert train("alone", STORED) == train("worker", STORED, "loader.num_workers=1")
 
 
 def test_an_image_of_several_documents_is_stored_once(qwen):

@@ -32,7 +32,7 @@ from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.launch import require_equal_parts
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, readable
 from fxtune.facts.options import AUTO, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig
@@ -69,13 +69,12 @@ class ResumeCheck:
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
         if resumes and (folder / SETTING).exists():
-            try:
+            with readable(
+                str(folder),
+                "It holds the run's decision for each `auto` and the fingerprint of its data. Restore it; or remove "
+                "it, and the run resumes without this comparison.",
+            ):
                 self.before = read_json(folder / SETTING)
-            except ValueError as error:
-                raise StorageError(
-                    f"{folder}: {error}. It holds the run's decision for each `auto` and the fingerprint of its data. "
-                    "Restore it; or remove it, and the run resumes without this comparison."
-                ) from error
 
     def earlier_decisions(self, configured: Options, today: Options) -> Options | None:
         """`configured` with each `auto` as decided when the run started; None if `today`, with today's decisions, is
@@ -262,17 +261,12 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
     for file in sorted(local.glob("*.safetensors")) if local else ():
-        try:
+        with readable(f"{file} cannot be read", "Use a complete copy of the model."), file.open("rb") as stream:
             size = file.stat().st_size
             digest = hashlib.sha256(str(size).encode())
-            with file.open("rb") as stream:
-                for number in range(SAMPLES):
-                    stream.seek(max(size - BLOCK, 0) * number // (SAMPLES - 1))
-                    digest.update(stream.read(BLOCK))
-        except OSError as error:
-            raise StorageError(
-                f"{file} cannot be read: {error.strerror or error}. Use a complete copy of the model."
-            ) from error
+            for number in range(SAMPLES):
+                stream.seek(max(size - BLOCK, 0) * number // (SAMPLES - 1))
+                digest.update(stream.read(BLOCK))
         digests[file.name] = digest.hexdigest()[:16]
     return digests
 

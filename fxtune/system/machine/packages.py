@@ -100,7 +100,7 @@ PACKAGES = {
         Package(
             "flash-attn-3",
             "flash_attn_interface",
-            f"{BACKENDS}.flash3:smoke_test",
+            f"{BACKENDS}.flash_packages:test_flash3",
             f"pip install {HOPPER} --no-build-isolation",
             "built from source; flash-attn-4 replaces it",
             distributions=("flash-attn-3", "flash_attn_3"),
@@ -108,7 +108,7 @@ PACKAGES = {
         Package(
             "flash-attn",
             "flash_attn.flash_attn_interface",
-            f"{BACKENDS}.flash2:smoke_test",
+            f"{BACKENDS}.flash_packages:test_flash2",
             "pip install flash-attn --no-build-isolation",
             "built from source, an hour; torch has it built in",
         ),

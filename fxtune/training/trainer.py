@@ -562,7 +562,7 @@ class Trainer:
         energy = self.energy.end(state.tokens)
         figures |= energy | self.clock.figures()
         self.tracker.summary(figures)
-        self.folder.finish(figures)
+        self.folder.write(RESULT, figures)  # marks the run as finished
         self.end.done()
         lines = self.monitor.summary(self.plan.steps)
         if self.train_step.recorder:

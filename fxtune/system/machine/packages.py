@@ -6,7 +6,9 @@ Nothing here imports a package, not even torch, so that doctor can describe a ma
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 
 FLASH, QUANT = "pip install 'fxtune[flash]'", "pip install 'fxtune[quant]'"
 HOPPER = "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
@@ -32,6 +34,14 @@ class Heads:
 
 
 SOME_HEADS = Heads()
+
+
+def installed_version(*distributions: str) -> str:
+    """The version of the first of `distributions` that is installed; empty if none is."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
 
 
 class NotTriedError(Exception):

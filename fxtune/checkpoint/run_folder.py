@@ -116,6 +116,10 @@ class RunFolder:
         with readable(f"{file}, which says that this run is finished, cannot be read", remedy):
             return read_json(file)
 
+    def finish(self, result: dict[str, Any]) -> None:
+        """Mark the run as finished, with its last figures. Raises StorageError."""
+        self.write(RESULT, result)
+
     def write(self, name: str, value: Any) -> None:
         """Let rank 0 write a JSON file in the run's folder; see write_json()."""
         if self.lock is not None:

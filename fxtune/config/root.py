@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
@@ -11,7 +11,7 @@ from typing import Any, Optional
 from omegaconf import BooleanNode
 
 from fxtune.checkpoint.manager import CheckpointConfig
-from fxtune.config.introspection import Slot, with_defaults
+from fxtune.config.introspection import Keys, Slot, with_defaults
 from fxtune.config.validate import Validator
 from fxtune.data import stages
 from fxtune.data.batches.loader import LoaderConfig
@@ -269,6 +269,10 @@ class EvalConfig:
     """Write each prompt as a user's turn, by the chat template."""
 
 
+def _place_in(section: str) -> Callable[[Keys], str]:
+    return lambda _: f"`{section}`"
+
+
 @dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
@@ -321,7 +325,7 @@ class Config:
             if name not in TECHNIQUES:
                 yield f"`{key}`: {TECHNIQUES.unknown(name)}"
                 continue
-            validator = Validator(plugins.schema(name), lambda _, key=key: f"`{key}`")
+            validator = Validator(plugins.schema(name), _place_in(key))
             validator.check(Slot(plugins.schema(name)), options or {}, ())
             yield from validator.problems
 

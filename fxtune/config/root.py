@@ -459,4 +459,8 @@ class Config:
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
     """`values`, the plain config of an earlier run, with the defaults of the keys that it lacks."""
+    train = values.get("train")
+    if isinstance(train, dict) and "objective" in train:  # early versions had the objective's name here
+        train = dict(train)
+        values = {**values, "objective": {"name": train.pop("objective")}, "train": train}
     return with_defaults(Config, values)

@@ -56,6 +56,50 @@ _OTHER_NAMES = {
 OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 """The names of keys in other trainers, each with fxtune's key."""
 
+_KERNELS = "name the kernels in techniques.liger.kernels"
+_SPIKES = "train.spikes=report judges by 64 steps and a threshold of 8"
+_DECIDED = "fxtune decides it"
+REPLACED = {
+    **{
+        f"techniques.liger.{kernel}": _KERNELS
+        for kernel in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy")
+    },
+    **{
+        f"techniques.rope.{name}": f"use techniques.rope.parameters={{{name}: NUMBER}}"
+        for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")
+    },
+    "techniques.apex.layer_norm": "techniques.apex.enabled replaces both kinds of norms",
+    "techniques.apex.rms_norm": "techniques.apex.enabled replaces both kinds of norms",
+    "techniques.precision.initial_scale": "the first loss scale is 65536",
+    "techniques.precision.scale_growth_interval": "the loss scale grows after 2,000 good steps",
+    "techniques.quantize.library": "bitsandbytes stores nf4 and int8",
+    "techniques.quantize.double": "nf4 always has double quantization",
+    "techniques.quantize.transpose": _DECIDED,
+    "techniques.quantize.linears": _DECIDED,
+    "techniques.lora.matmul": _DECIDED,
+    "techniques.lora.grouped_experts": _DECIDED,
+    "techniques.checkpointing.offload_what": "use techniques.checkpointing.offload=inputs or kept",
+    "techniques.checkpointing.offload_layers": "the host's memory decides how many layers send",
+    "techniques.compile.max_graph_breaks": "use techniques.compile.fullgraph",
+    "techniques.compile.max_recompiles": "the limit is 8",
+    "parallel.bucket_mib": "buckets have 100 MiB",
+    "parallel.reduce_dtype": "use parallel.compression=bfloat16",
+    "parallel.powersgd_rank": "use parallel.compression=powersgd, of rank 4",
+    "parallel.powersgd_start": "PowerSGD begins at step 10",
+    "schedule.warmup_ratio": "use schedule.warmup_steps, where a number below 1 is a share of the run",
+    "schedule.decay_ratio": "use schedule.decay_steps, where a number below 1 is a share of the run",
+    "train.spike_window": _SPIKES,
+    "train.spike_threshold": _SPIKES,
+    "optimizer.library": _DECIDED,
+    "optimizer.fused": "AdamW and SGD are torch's fused kernels",
+    "techniques.liger.chunk_rows": "the fused loss holds as many rows of logits as fit into 1 GiB",
+    "loader.persistent_workers": "workers stay until the run ends",
+    "loader.pin_memory": "batches for a GPU are page-locked",
+    "data.questions.batch_size": "32 questions are answered at a time, and fewer where memory runs out",
+    "refresh.sample": "at most 1,000 old and 1,000 new documents are compared",
+}
+"""Keys of earlier versions of fxtune, each with what to use instead, or what fxtune does."""
+
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
 _NO_CODE = "a config holds values, it cannot name code to run"
@@ -239,6 +283,8 @@ class Validator:
             return f"unknown key `{name}`: `{owner}` is {expected(slot)} and has no keys"
         if "." in key:  # only a file's key can have dots: a command line's key is split at its dots
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
+        if name in REPLACED:
+            return f"`{name}` is no key any more: {REPLACED[name]}"
         if better := self._likely_key(above, list(slot.fields), key, rest):
             return f"unknown key `{name}`; did you mean `{better}`?"
         return f"unknown key `{name}`. {f'`{owner}`' if above else 'A config'} has: {', '.join(slot.fields)}"

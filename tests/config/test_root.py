@@ -28,8 +28,9 @@ def test_every_conflict_is_reported():
     assert len(list(config.refusals())) == 4
 
 
-def test_config_of_an_earlier_run_gets_the_defaults_of_the_keys_that_it_lacks():
+def test_earlier_config_names_its_objective_below_train():
     now = json.loads(json.dumps(asdict(Config())))
-    earlier = {**now, "train": {key: value for key, value in now["train"].items() if key != "log_every"}}
+    earlier = {**now, "train": {**now["train"], "objective": "causal_lm"}}
     del earlier["objective"]
     assert completed(earlier) == now
+    assert completed({**earlier, "train": {"objective": "focal"}})["objective"] == {"name": "focal"}

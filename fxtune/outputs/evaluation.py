@@ -38,7 +38,8 @@ from fxtune.training.builder import RunBuilder
 from fxtune.training.data.run_data import rows_to_read
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast.oom_advice import MemoryPhase
-from fxtune.training.rollouts.collector import RewardEvaluation, make_collector
+from fxtune.training.rollouts.collector import make_collector
+from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 
 

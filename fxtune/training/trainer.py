@@ -50,7 +50,8 @@ from fxtune.training.general_text import GeneralText, general_plan
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
-from fxtune.training.rollouts.collector import Collector, RewardEvaluation, make_collector, require_servers
+from fxtune.training.rollouts.collector import Collector, make_collector, require_servers
+from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.run.about import describe_run, prompts_are_texts

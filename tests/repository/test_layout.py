@@ -71,7 +71,7 @@ ELSEWHERE = {
     "objectives/base.py": "a protocol",
     "training/generation.py": "test_answers.py, with the answers to questions",
     **dict.fromkeys(
-        [f"training/rollouts/{name}.py" for name in ("client", "folder", "made_up", "pending", "plan")],
+        [f"training/rollouts/{name}.py" for name in ("client", "evaluation", "folder", "made_up", "pending", "plan")],
         "training/rollouts/test_collector.py, by the command",
     ),
     "training/rollouts/server_process.py": "test_vllm.py, with the server that it starts",

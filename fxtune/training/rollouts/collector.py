@@ -489,28 +489,6 @@ def require_servers(config: Config) -> None:
         TeacherServer(config.objective.teacher, config.sampler).require_ready(config, tokenizer)
 
 
-class RewardEvaluation:
-    """The evaluation of a run with rollouts: the mean reward of one answer of `collector`'s model to each held-out
-    prompt of `plan`. It stands in the place of a HeldOutEvaluation."""
-
-    def __init__(self, plan: Plan, collector: Collector) -> None:
-        self.plan, self.collector = plan, collector
-
-    def figures(self, rows_per_pass: RowsPerPass, rows: int) -> dict[str, float]:
-        """eval/reward and other figures. eval/loss is the reward times -1, so that the best weights have the lowest
-        loss."""
-        means = self.collector.evaluate(self.plan)
-        return {f"eval/{name}": value for name, value in {"loss": -means["reward"], **means}.items()}
-
-    def close(self) -> None:
-        self.collector.close()
-
-    @property
-    def max_row_length(self) -> int:
-        """Tokens in the longest prompt."""
-        return max(map(self.plan.max_row_length, range(self.plan.steps)))
-
-
 def make_collector(
     config: Config,
     model: LanguageModel,

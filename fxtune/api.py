@@ -30,7 +30,7 @@ from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.files import require_writable, write_json
-from fxtune.errors import ConfigError, RankError, StorageError
+from fxtune.errors import ConfigError, RankError, readable
 from fxtune.outputs.run_output import find_output, run_folder
 from fxtune.reports.run_files import RunFiles
 from fxtune.system.files.atomic_files import read_json
@@ -147,10 +147,8 @@ class Run:
     @property
     def evidence(self) -> list[Evidence]:
         """What was asked of each option, and what was observed before the first step."""
-        try:
+        with readable(f"{self.folder / EVIDENCE} cannot be read", "Bring it back."):
             return [Evidence(**observation) for observation in self._files.evidence]
-        except TypeError as error:
-            raise StorageError(f"{self.folder / EVIDENCE} cannot be read: {error}. Bring it back.") from error
 
     @property
     def output(self) -> Path:

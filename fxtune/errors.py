@@ -10,7 +10,8 @@ import errno
 import os
 import signal
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -150,6 +151,31 @@ def not_written(what: str, problem: OSError, way_out: str = "") -> StorageError:
     """
     text = problem.strerror or str(problem)
     return StorageError(f"{what}: {text}. {_REMEDIES.get(problem.errno or 0, _REMEDY)}{way_out and f', {way_out}'}.")
+
+
+@contextmanager
+def writing(what: str, way_out: str = "") -> Iterator[None]:
+    """In the body an OSError becomes the error of not_written()."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(what, error, way_out) from error
+
+
+@contextmanager
+def readable(what: str, remedy: str) -> Iterator[None]:
+    """In the body, a file that cannot be read, or whose content is not as its writer leaves it, raises StorageError.
+
+    `what`: a clause, such as "runs/a.json cannot be read". `remedy`: a sentence.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        plain = isinstance(error, (OSError, ValueError))
+        reason = getattr(error, "strerror", None) or (str(error) if plain else first_line(error))
+        raise StorageError(f"{what}: {reason}. {remedy}") from error
 
 
 _REMEDY = "Free space there or mend its permissions"

@@ -28,6 +28,7 @@ from fxtune.system.files.atomic_files import (
     Damage,
     FileDigest,
     find_damage,
+    json_or_empty,
     read_json,
     replace_folder,
     sync,
@@ -57,10 +58,7 @@ def step_of(path: Path) -> int:
 
 def was_best(path: Path) -> bool:
     """Whether the checkpoint at `path` was the best of its run when it was saved."""
-    try:
-        return bool(read_json(path / STATE).get("best_step") == step_of(path))
-    except ValueError:
-        return False
+    return bool(json_or_empty(path / STATE).get("best_step") == step_of(path))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
-from fxtune.errors import ConfigError, StorageError, not_written
+from fxtune.errors import ConfigError, StorageError, readable, writing
 from fxtune.system.files.atomic_files import read_json, replace_text, sync
 
 SUFFIX = ".refresh"
@@ -50,21 +50,17 @@ class Lineage:
     def save(self) -> None:
         """Write lineage.json, completely or not at all. Raises StorageError."""
         value = {"version": 1, "refreshes": self.refreshes}
-        try:
+        with writing(f"{self.folder / LINEAGE} cannot be written"):
             replace_text(self.folder / LINEAGE, json.dumps(value, indent=1))
-        except OSError as error:
-            raise not_written(f"{self.folder / LINEAGE} cannot be written", error) from error
 
     def serve(self, run: Path) -> None:
         """Let `run` serve. A reader sees either the old link or the new one. Raises StorageError."""
         staging = self.folder / f".{CURRENT}"
-        try:
+        with writing(f"{self.folder / CURRENT} cannot be replaced"):
             staging.unlink(missing_ok=True)
             staging.symlink_to(os.path.relpath(run, self.folder), target_is_directory=True)
             os.replace(staging, self.folder / CURRENT)
             sync(self.folder)
-        except OSError as error:
-            raise StorageError(f"{self.folder / CURRENT} cannot be replaced: {error}.") from error
 
     def next_number(self) -> int:
         """The number of the next refresh."""
@@ -87,13 +83,11 @@ def open_lineage(run: Path) -> Lineage:
     Raises ConfigError if `run` is a refresh that does not serve, and StorageError if the folder is in use or damaged.
     """
     folder = _folder(run)
-    try:
+    with writing(f"{folder} cannot be used"):
         folder.mkdir(exist_ok=True)
         lock = FolderLock(folder)
         if not lock.acquire():
             raise StorageError(f"{folder} is in use by another refresh{lock.holder()}. Wait for it.")
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be used: {error}.") from error
     found = Lineage(folder, lock)
     try:
         if (folder / LINEAGE).exists():
@@ -121,10 +115,8 @@ def _folder(run: Path) -> Path:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    try:
+    with readable(f"{file} cannot be used", "Bring it back, or move it away to begin anew."):
         entries = read_json(file)["refreshes"]
         if not all(isinstance(entry, dict) and type(entry.get("number")) is int for entry in entries):
             raise ValueError("it has no list of refreshes")
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{file} cannot be used: {error}. Bring it back, or move it away to begin anew.") from error
-    return list(entries)
+        return list(entries)

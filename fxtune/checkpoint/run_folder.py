@@ -25,9 +25,9 @@ from typing import Any
 import yaml
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
-from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, not_written
+from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, readable, writing
 from fxtune.system.files import environment
-from fxtune.system.files.atomic_files import read_json, replace_text
+from fxtune.system.files.atomic_files import json_or_empty, read_json, replace_text
 
 FREE_ON_RESUME = (
     "run.deterministic",  # setting.json has its decision
@@ -113,13 +113,9 @@ class RunFolder:
     def result(self) -> dict[str, Any]:
         """The last figures of a finished run. Raises StorageError if they cannot be read."""
         file = self.path / RESULT
-        try:
+        remedy = "Remove it to finish the run again from its last checkpoint."
+        with readable(f"{file}, which says that this run is finished, cannot be read", remedy):
             return read_json(file)
-        except ValueError as error:
-            raise StorageError(
-                f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
-                "run again from its last checkpoint."
-            ) from error
 
     def finish(self, result: dict[str, Any]) -> None:
         """Mark the run as finished, with its last figures. Raises StorageError."""
@@ -142,13 +138,11 @@ class RunFolder:
         if self.lock is None:
             return
         number = 1 + sum(1 for _ in self.path.glob("config-*.yaml"))
-        try:
+        with writing(f"{self.path} cannot be written"):
             shutil.copyfile(self.path / "config.yaml", self.path / f"config-{number}.yaml")
             if self.finished:
                 os.replace(self.path / RESULT, self.path / f"result-{number}.json")
             _write_config(self.path, config)
-        except OSError as error:
-            raise not_written(f"{self.path} cannot be written", error) from error
 
     def abandon(self) -> None:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
@@ -172,12 +166,8 @@ def write_json(file: Path, value: Any) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write a file of a run as write_json() does."""
-    try:
+    with writing(f"{file} cannot be written", "and the same command goes on from the last checkpoint"):
         replace_text(file, text)
-    except OSError as error:
-        raise not_written(
-            f"{file} cannot be written", error, "and the same command goes on from the last checkpoint"
-        ) from error
 
 
 Completed = Callable[[dict[str, Any]], dict[str, Any]]
@@ -222,14 +212,8 @@ def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Com
     return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
 
 
-@contextlib.contextmanager
-def _usable(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
-        ) from error
+def _usable(root: Path) -> contextlib.AbstractContextManager[None]:
+    return writing(f"The run folder {root} cannot be used", "or set run.dir to a folder that can be written")
 
 
 def config_digest(config: dict[str, Any]) -> str:
@@ -339,19 +323,13 @@ def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, 
 
 def read_objective(path: Path) -> dict[str, Any]:
     """The options of the objective that the rows of the run in `path` have decided, such as the names of classes."""
-    try:
-        found = read_json(path / ABOUT).get(OBJECTIVE)
-    except ValueError:
-        return {}
+    found = json_or_empty(path / ABOUT).get(OBJECTIVE)
     return found if isinstance(found, dict) else {}
 
 
 def read_template_time(path: Path) -> str | None:
     """The time that chat templates wrote into the tokens of the run in `path`; None if the run has no tokens yet."""
-    try:
-        time = read_json(path / ABOUT).get(TEMPLATE_TIME)
-    except ValueError:
-        return None
+    time = json_or_empty(path / ABOUT).get(TEMPLATE_TIME)
     return time if isinstance(time, str) else None
 
 
@@ -370,19 +348,18 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
     file = path / name
     if not file.exists():
         return None
-    try:
+    remedy = "Bring it back, or set run.dir to a new folder."
+    with readable(f"{file}, the config of the run there, cannot be read", remedy):
         if not file.is_file():
             raise ValueError("it is no regular file")
         text = file.read_text()
-        _require_simple_yaml(text)
-        config = yaml.safe_load(text)
+        try:
+            _require_simple_yaml(text)
+            config = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from error
         if not isinstance(config, dict):
             raise ValueError("it is empty or no config")
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise StorageError(
-            f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
-            "or set run.dir to a new folder."
-        ) from error
     return config
 
 
@@ -396,14 +373,14 @@ def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
     file = path / METRICS
     if not file.exists():
         return
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    if isinstance(row := json.loads(line), dict):
-                        yield row
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error}. Change its permissions, or bring it back.") from error
+    with (
+        readable(f"{file} cannot be read", "Change its permissions, or bring it back."),
+        file.open(encoding="utf-8", errors="replace") as lines,
+    ):
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
 
 def require_own_files(path: Path) -> None:

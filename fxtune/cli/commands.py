@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.options import positive_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,32 @@ class Command:
     """The command works on all ranks of `run.gpus`. Others run in one process, even if torchrun starts several."""
     alone_with: tuple[str, ...] = ()
     """Options with which the command runs in one process. It then starts the processes of the ranks itself."""
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A parser of an option's value, for argparse's `type`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text}: give a whole number, {least} or more")
+        return int(text)
+
+    return parse
+
+
+def positive_number(what: str) -> Callable[[str], float]:
+    """A parser of numbers above 0. `what`: the meaning of the number, for the error message."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise ArgumentTypeError(f"{text}: give {what}, a number above 0")
+        return value
+
+    return parse
 
 
 def _flag(text: str) -> dict[str, Any]:

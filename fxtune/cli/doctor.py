@@ -14,14 +14,12 @@ links do not work, or that the recipe cannot run here.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -33,7 +31,7 @@ from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
 from fxtune.system.files import environment
 from fxtune.system.machine.host import cores
-from fxtune.system.machine.packages import CHECKS, PACKAGES, Package
+from fxtune.system.machine.packages import CHECKS, PACKAGES, Package, installed_version
 from fxtune.system.machine.tested_versions import WITHIN, outside_tested_range, refusals
 from fxtune.system.terminal.console import plain, say, table, unicode
 from fxtune.system.terminal.redact import redact
@@ -133,18 +131,18 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
 
 def tested_range() -> Iterator[Finding]:
     """Yield a finding for each version that is refused, and one for all versions outside the tested range."""
-    for line in refusals({name: version for name in WITHIN if (version := _version(name))}):
+    for line in refusals({name: version for name in WITHIN if (version := installed_version(name))}):
         yield Finding(f"version of {line.partition(' ')[0]}", line, State.broken, line.partition(": ")[2])
     if line := outside_tested_range():
         yield Finding("versions", line, State.warning, "pip install fxtune brings versions inside the range")
 
 
 def _torch(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
-    versions = [f"{name} {_version(name) or 'is missing'}" for name in ("transformers", "peft", "datasets")]
+    versions = [f"{name} {installed_version(name) or 'is missing'}" for name in ("transformers", "peft", "datasets")]
     yield Finding("Python", f"{sys.version.split()[0]}; {', '.join(versions)}")
     facts, reinstall = answer.get("facts") or {}, "pip install --force-reinstall torch"
     cuda = facts.get("cuda")
-    built = _version("torch") + (f", built for {f'CUDA {cuda}' if cuda else 'the CPU'}" if facts else "")
+    built = installed_version("torch") + (f", built for {f'CUDA {cuda}' if cuda else 'the CPU'}" if facts else "")
     if answer["state"] != "works":
         yield Finding("torch", f"{built}: {answer['seen'] or 'not installed'}", State.broken, reinstall)
         return
@@ -165,7 +163,7 @@ def _torch(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
 
 
 def _package(package: Package, answer: dict[str, Any]) -> Finding:
-    name, version, seen = package.name, _version(*(package.distributions or (package.name,))), answer["seen"]
+    name, version, seen = package.name, installed_version(*(package.distributions or (package.name,))), answer["seen"]
     if answer["state"] == "missing" and version:  # apex on PyPI, for example, is not NVIDIA's apex
         seen = f"{version} is another project with the same name ({package.purpose})"
         return Finding(name, seen, State.missing, f"pip uninstall {name}; {package.install}")
@@ -250,10 +248,3 @@ def _page(title: str, findings: list[Finding]) -> Any:
 def _sign(state: State) -> Text:
     sign, word, style = SIGNS[state]
     return Text(sign if unicode() else word, style)
-
-
-def _version(*distributions: str) -> str:
-    for name in distributions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return ""

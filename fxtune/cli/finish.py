@@ -24,7 +24,7 @@ from fxtune.config.root import Config, Resume
 from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import LAUNCHER, process_rank
-from fxtune.errors import ConfigError, Ended, StorageError
+from fxtune.errors import ConfigError, Ended, writing
 from fxtune.outputs.run_output import run_folder
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.terminal.console import say
@@ -58,15 +58,13 @@ def _prepare(folder: Path, config: Config) -> str:
     if (folder / RESULT).exists():
         say(f"{folder} is finished already: there is nothing to do.")
         return DONE
-    try:
+    with writing(f"{folder} cannot be written"):
         require_own_files(folder)
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
         ranks = 1 if alive else ranks_of(config)  # an error here must come before the file is written
         (folder / FINISH).touch()
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
     if alive:
         say(f"{folder} is running and will end: its next line of figures says when.")
     return DONE if alive else str(ranks)

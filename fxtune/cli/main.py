@@ -19,7 +19,6 @@ import signal
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, process_rank
 from fxtune.errors import ConfigError, Ended, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.machine.host import process_age
+from fxtune.system.machine.packages import installed_version
 from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.library_log import LIBRARY_LOG
 from fxtune.system.terminal.redact import redacted_output
@@ -366,10 +366,6 @@ def _complete_keys(program: str, rest: str, arguments: list[str]) -> None:
 
 
 def _versions() -> str:
-    found = []
-    for name in ("torch", "transformers", "peft", "datasets", "hydra-core"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{name} is missing")
+    names = ("torch", "transformers", "peft", "datasets", "hydra-core")
+    found = [f"{name} {installed_version(name) or 'is missing'}" for name in names]
     return f"fxtune {__version__} (Python {sys.version.split()[0]}, {', '.join(found)})"

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.cli.answer import ANSWER
-from fxtune.errors import ConfigError, HubError, StorageError, first_line
+from fxtune.errors import ConfigError, HubError, StorageError, first_line, readable
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.outputs.export import export
 from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
 from fxtune.outputs.targets.target import ExportOptions
+from fxtune.system.files.atomic_files import json_or_empty
 from fxtune.system.files.hub import Origin
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.redact import redact
@@ -151,18 +152,13 @@ def _operations(folder: Path, name: str) -> list[Any]:
 
 def _local_base(folder: Path) -> str | None:
     """The base that an adapter names, if the base is a folder of this machine."""
-    try:
+    with readable(f"{folder / ADAPTER_FILE} cannot be read", "Use a complete copy of it."):
         base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{folder / ADAPTER_FILE} cannot be read: {error}. Use a complete copy of it.") from error
     return base if base and Path(base).is_absolute() else None
 
 
 def _figures(output: RunOutput) -> dict[str, Any]:
-    try:
-        found = json.loads((output.folder.parent / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    found = json_or_empty(output.folder.parent / "result.json")
     return {key: value for key, value in found.items() if isinstance(value, (int, float))}
 
 

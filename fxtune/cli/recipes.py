@@ -7,7 +7,7 @@ from pathlib import Path
 from fxtune import plugins
 from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError
 from fxtune.system.terminal.console import say
 
 _USAGE = (
@@ -56,17 +56,11 @@ def copy(name: str, target: Path) -> Path:
         target = target / f"{source.name}.yaml"
     if target.suffix not in discovery.ENDINGS:
         raise ConfigError(f"{target}: a recipe's file ends in .yaml; use {target.with_suffix('.yaml')}")
+    if target.exists():
+        raise ConfigError(f"{target} exists already and is not overwritten; choose another name")
     try:
         text = source.path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source.path} cannot be read as a text file: {error}") from error
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:  # "x" fails if the file exists, without a race
-            file.write(text if discovery.SCHEMA_LINE in text else f"{discovery.SCHEMA_LINE}\n{text}")
-        discovery.put_schema(target.parent)
-    except FileExistsError as error:
-        raise ConfigError(f"{target} exists already and is not overwritten; choose another name") from error
-    except OSError as error:
-        raise StorageError(f"{target} cannot be written: {error}") from error
+    discovery.write_new(target, text if discovery.SCHEMA_LINE in text else f"{discovery.SCHEMA_LINE}\n{text}")
     return target

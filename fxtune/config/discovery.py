@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxtune.data.read.files import KINDS
-from fxtune.errors import ConfigError, did_you_mean
+from fxtune.errors import ConfigError, StorageError, did_you_mean, writing
 from fxtune.objectives.registry import OBJECTIVES
 
 LOCAL = Path("recipes")
@@ -53,10 +53,17 @@ def shipped(kind: str) -> Path:
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
 
-def put_schema(folder: Path) -> None:
-    """Copy the shipped schema into a folder of recipes. Raises OSError."""
-    if folder.resolve() != shipped("recipes").resolve():
-        shutil.copyfile(shipped("recipes") / SCHEMA, folder / SCHEMA)
+def write_new(path: Path, text: str) -> None:
+    """Write a new recipe, with the schema in its folder. Raises StorageError if `path` exists or cannot be written."""
+    with writing(f"{path} cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("x", encoding="utf-8") as file:  # "x" fails if the file exists, without a race
+                file.write(text)
+        except FileExistsError as error:
+            raise StorageError(f"{path} exists already and is not overwritten. Give another name.") from error
+        if path.parent.resolve() != shipped("recipes").resolve():
+            shutil.copyfile(shipped("recipes") / SCHEMA, path.parent / SCHEMA)
 
 
 def recipes() -> dict[str, Recipe]:

@@ -153,9 +153,8 @@ def _pair(pair: Pair) -> Finding:
     return Finding(what, f"PCIe, {way}", State.works)
 
 
-def pairs(nvml: Any, uuids: list[str]) -> Iterator[Pair]:
-    """Yield what connects each pair of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
-    handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+def pairs(nvml: Any, handles: list[Any]) -> Iterator[Pair]:
+    """Yield what connects each pair of the GPUs with these handles. `nvml`: the module pynvml, initialized."""
     for (first, from_), (second, to) in combinations(enumerate(handles), 2):
         linked = _status(nvml, from_, to, NVLINK) == 0
         reads = _status(nvml, from_, to, READ)
@@ -200,18 +199,18 @@ def main(ranks: int, device: str) -> None:
 
 
 def _pairs_of_torch(ranks: int) -> list[Pair]:
-    """The pairs of torch's first `ranks` GPUs. Empty without pynvml."""
+    """The pairs of torch's first `ranks` GPUs. Empty if NVML cannot be read."""
     import torch
 
-    try:
-        import pynvml
-    except ImportError:
+    from fxtune.system.machine.nvml import Card
+
+    cards = [Card(torch.device("cuda", index)) for index in range(ranks)]
+    if any(card.missing for card in cards):
         return []
-    found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(ranks)]
+    nvml = cards[0].nvml
     try:
-        pynvml.nvmlInit()
-        return list(pairs(pynvml, [uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}" for uuid in found]))
-    except pynvml.NVMLError:
+        return list(pairs(nvml, [card.handle for card in cards]))
+    except nvml.NVMLError:
         return []
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from fxtune.checkpoint.run_folder import RUNS
 from fxtune.config.root import Config
 from fxtune.diagnostics.system_report import Finding, State
-from fxtune.errors import StorageError, not_written
+from fxtune.errors import StorageError, writing
 from fxtune.training.rollouts.client import Client, ServerError, clients_of
 from fxtune.training.rollouts.vllm import ALLOW, WHOLE_DISTRIBUTION, how_to_start
 
@@ -127,10 +127,8 @@ def beside_run(config: Config) -> Iterator[Path]:
     """A temporary folder on the disk of the run's folder, for servers that see this disk. Raises StorageError."""
     run = Path(config.run.dir or RUNS).expanduser().absolute()
     place = next(path for path in (run, *run.parents) if path.is_dir())
-    try:
+    with writing(f"{place} cannot be written", "or set run.dir to another disk"):
         made = tempfile.TemporaryDirectory(prefix=".fxtune-", dir=place)
-    except OSError as error:
-        raise not_written(f"{place} cannot be written", error, "or set run.dir to another disk") from error
     with made as folder:
         os.chmod(folder, 0o755)  # the server may run as another user
         yield Path(folder)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from fxtune.distributed.ranks import process_rank
-from fxtune.errors import StorageError
+from fxtune.errors import writing
 
 
 def as_json(value: Any) -> str:
@@ -25,23 +26,19 @@ def write_text(file: Path, text: str, option: str = "--json") -> None:
     """Write `file`, the value of `option`, on rank 0 only. Raises StorageError if the file cannot be written."""
     if process_rank().rank:
         return
-    try:
+    with _writing(file, option):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _not_writable(file, error, option) from error
 
 
 def require_writable(file: Path, option: str = "--json") -> None:
     """Raise StorageError if `file`, the value of `option`, cannot be written. Call this before minutes of work. The
     file keeps its content."""
     existed = file.exists()
-    try:
+    with _writing(file, option):
         file.open("a").close()
         if not existed:
             file.unlink(missing_ok=True)  # another rank may have removed the file
-    except OSError as error:
-        raise _not_writable(file, error, option) from error
 
 
-def _not_writable(file: Path, error: OSError, option: str = "--json") -> StorageError:
-    return StorageError(f"{option} {file} cannot be written: {error}. Give a file in a folder that exists.")
+def _writing(file: Path, option: str) -> AbstractContextManager[None]:
+    return writing(f"{option} {file} cannot be written", "or give a file in a folder that exists")

@@ -13,7 +13,7 @@ import numpy as np
 
 from fxtune.config import compose, discovery
 from fxtune.config.root import Config
-from fxtune.drafts import models, recipe
+from fxtune.drafts import recipe
 from fxtune.drafts.rows import Rows, spread
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
@@ -36,6 +36,27 @@ BUNDLES = (["lora", "fast"], ["qlora", "fast"])
 """Techniques to try: the fastest first, the smallest in memory last."""
 PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
+MODELS_DATE = "2026-11-28"
+TEXT_MODELS = (
+    "Qwen/Qwen3.5-35B-A3B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-0.6B",
+)
+"""Chat models of one family, the largest first, with an open licence and no gate. Their configs ship with fxtune
+(models/shipped.py)."""
+IMAGE_MODELS = (
+    "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen/Qwen3-VL-2B-Instruct",
+)
+TINY_MODELS = {False: "builtin:tiny", True: "builtin:tiny-vision"}
+"""{whether rows have images: the model to propose without a GPU}."""
 
 
 @dataclass
@@ -53,7 +74,7 @@ class Draft:
 
 def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> tuple[Draft, Rows]:
     """(a recipe for `rows`, the rows in the format in which the recipe reads them). `model`: a hub id or a folder;
-    None: the largest model of drafts/models.py that fits `card`.
+    None: the largest model below that fits `card`.
 
     Raises ConfigError if no model fits, and the errors of reading the rows and the model.
     """
@@ -127,8 +148,8 @@ def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
     if model is not None:
         return ModelConfig(path=model)
     if card.device == "cpu":
-        return ModelConfig(path=models.TINY[rows.has_images])
-    for name in models.IMAGES if rows.has_images else models.TEXT:
+        return ModelConfig(path=TINY_MODELS[rows.has_images])
+    for name in IMAGE_MODELS if rows.has_images else TEXT_MODELS:
         config = _config({"techniques": BUNDLES[0], "data.sequence_length": 2048})
         shape = ModelConfig(path=None, init=Init.random, architecture=shipped_configs()[name].config)
         config = replace(config, model=shape)
@@ -144,7 +165,7 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -
         found.set("techniques", ["lora"], "adapters; without a GPU the fast bundle has nothing to act on")
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
-    found.set("model.path", model.path, f"the largest proposed model that fits, of {models.DATE}" if proposed else "")
+    found.set("model.path", model.path, f"the largest proposed model that fits, of {MODELS_DATE}" if proposed else "")
     for bundle in BUNDLES:
         best: tuple[int, RunForecast] | None = None
         for micro in _divisors(found.keys["train.global_batch_size"]):

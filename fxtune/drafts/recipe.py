@@ -11,7 +11,7 @@ import yaml
 from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError
 
 GROUPS = ("objective", "techniques")
 """Keys that choose a config group."""
@@ -47,15 +47,7 @@ def write(name: str, content: str) -> Path:
     """Write recipes/NAME.yaml, and read it again as a run does. Raises StorageError if the file exists or cannot be
     written, ConfigError if a run would refuse it."""
     path = discovery.LOCAL / f"{name}.yaml"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-        discovery.put_schema(path.parent)
-    except FileExistsError as error:
-        raise StorageError(f"{path} exists and is not overwritten. Give another name.") from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
+    discovery.write_new(path, content)
     try:
         load([f"+recipe={name}"])
     except ConfigError:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fxtune.errors import StorageError, first_line
+from fxtune.errors import readable
 from fxtune.models.prepared import PreparedModel
 from fxtune.system.files.atomic_files import read_json
 
@@ -43,14 +43,10 @@ def read_end_tokens(folder: Path) -> list[int]:
     file = folder / GENERATION_CONFIG
     if not file.exists():
         return []
-    try:
+    remedy = "This file names the tokens that end an answer: use a complete copy of the adapter."
+    with readable(f"{file} cannot be used", remedy):
         value = read_json(file).get("eos_token_id")
         ends = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(end) is int and end >= 0 for end in ends):
             raise ValueError(f"eos_token_id is {str(value)[:80]}")
-    except (ValueError, AttributeError) as error:
-        raise StorageError(
-            f"{file} cannot be used: {first_line(error)}. This file names the tokens that end an answer: use a "
-            "complete copy of the adapter."
-        ) from error
     return ends

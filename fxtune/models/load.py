@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Optional
 import torch
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
+from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, readable, shortened
 from fxtune.facts.options import DType, WeightFormat
 from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
@@ -208,21 +208,15 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / CONFIG
-    try:
+    with readable(f"{file} cannot be used", "Use a complete copy."):
         config = with_head_of_task(config, json.loads(file.read_text()).get("task_type"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise StorageError(f"{file} cannot be used: {first_line(error)}. Use a complete copy.") from error
     file = adapter.folder / "config.json"
     if not file.exists():
         return config
-    try:
+    remedy = "It holds the RoPE scaling that the adapter was trained with: use a complete copy of the adapter."
+    with readable(f"{file} cannot be used", remedy):
         kind = json.loads(file.read_text())["model_type"]
         whole = type(config).from_pretrained(adapter.folder) if kind == config.model_type else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StorageError(
-            f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
-            "with: use a complete copy of the adapter."
-        ) from error
     if whole is None:
         raise ConfigError(
             f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a {config.model_type}: "

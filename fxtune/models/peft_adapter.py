@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.errors import ConfigError, StorageError, shortened
+from fxtune.errors import ConfigError, StorageError, readable, shortened
 from fxtune.models.proof import require_unchanged
 from fxtune.models.weights import misfits
 from fxtune.system.files.hub import Origin, fetch, locate_adapter
@@ -124,14 +124,12 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     Raises StorageError if the file cannot be read, ConfigError if options are invalid or peft would ignore them.
     """
     place = f"{key}={name}: {origin.folder / CONFIG}"
-    try:
+    with readable(f"{place} cannot be read", "Use a complete copy of the adapter."):
         saved = json.loads((origin.folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise ValueError("it holds no options")
         if not isinstance(saved.get("peft_type"), str):
             raise ValueError("it does not say what kind of adapter it is (peft_type)")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{place} cannot be read: {error}. Use a complete copy of the adapter.") from error
     for option, wrong in _wrong_values(saved):
         raise ConfigError(f"{place}: {option} {wrong}. Use another copy of the adapter.")
     if str(saved.get("init_lora_weights")).startswith("pissa_niter_"):

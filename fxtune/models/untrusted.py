@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, readable
 
 READ_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors")
 """Endings of the files that libraries read in such a folder."""
@@ -54,7 +54,7 @@ def inspect_folder(folder: Path, source: str) -> None:
     `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for content that
     no model needs, StorageError for a file that cannot be read.
     """
-    try:
+    with readable(f"{source}: {folder} cannot be read", "Change its permissions, or use another copy."):
         folders = [place for place in (folder, folder / TEMPLATE_FOLDER) if place.is_dir()]
         for file in sorted(file for place in folders for file in place.iterdir()):
             if file.suffix in READ_ENDINGS:
@@ -62,8 +62,6 @@ def inspect_folder(folder: Path, source: str) -> None:
                 if file.suffix == ".json" and file.name not in ("tokenizer.json", "vocab.json"):
                     # These two files are long, and the code that reads them limits their depth.
                     _check_json(file, f"{source}: {file}")
-    except OSError as error:
-        raise StorageError(f"{source}: {folder} cannot be read: {error}") from error
 
 
 def inspect_config(values: Any, source: str) -> None:

@@ -21,7 +21,6 @@ from typing import ClassVar, Optional
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import Divergence, Measure
 from fxtune.models.reference import ReferenceModel
@@ -64,9 +63,6 @@ class Distillation(WithTeacher):
         auxiliary, routers = model.router_terms(batch, (batch.labels != IGNORE_INDEX).sum())
         metrics = {"kl": kl.detach(), "text_loss": text.detach(), **routers}
         return (loss if auxiliary is None else loss + auxiliary), metrics
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.supervised(step))
 
     @property
     def forward_passes(self) -> int:

@@ -38,7 +38,6 @@ import numpy as np
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.language_model import LanguageModel
@@ -225,9 +224,6 @@ class Policy(WithTeacher):
         }
         sums = {name: values.sum().detach() for name, values in metrics.items()}
         return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.supervised(step))
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)

@@ -14,6 +14,7 @@ from typing import Optional
 import torch
 
 from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.plan import Plan
 from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import TopTargets
@@ -68,6 +69,9 @@ class WithTeacher(Objective):
     teacher_quantize: Optional[WeightFormat] = None
     """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
     The student is not quantized by this. null: the teacher's weights keep model.dtype."""
+
+    def normalizer(self, plan: Plan, step: int) -> float:
+        return float(plan.supervised(step))
 
     @property
     def teacher_is_server(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
+from fxtune.errors import ConfigError, UserError, readable, shortened
 from fxtune.facts.options import DType
 from fxtune.models import load as models
 from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
@@ -115,13 +115,9 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
             f"{origin.name} is an aLoRA adapter ({CONFIG}: alora_invocation_tokens): it acts on a part of a text, "
             "so no merged model can do the same. Use it with peft."
         )
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return LoraConfig.from_pretrained(str(origin.folder))
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(
-            f"{origin.folder / CONFIG} cannot be read: {first_line(error)}. Use a complete copy of the adapter."
-        ) from error
+    broken = readable(f"{origin.folder / CONFIG} cannot be read", "Use a complete copy of the adapter.")
+    with broken, warnings.catch_warnings(action="ignore"):
+        return LoraConfig.from_pretrained(str(origin.folder))
 
 
 def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:

@@ -22,7 +22,7 @@ from fxtune.config.root import Config
 from fxtune.config.validate import TRUST
 from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
-from fxtune.errors import ConfigError, Ended, StorageError, not_written
+from fxtune.errors import ConfigError, Ended, readable, writing
 from fxtune.models.load import ModelConfig, starting_from
 from fxtune.objectives.base import GroupObjective
 from fxtune.objectives.reference import Reference
@@ -228,10 +228,8 @@ class _Refresh:
         config = data.candidate(parent / self.kind, self._candidate(entry), rows)
         values = redact(compose.as_recipe(config)[0])
         text = f"# The run of refresh {entry['number']} of {parent}\n# @package _global_\n"
-        try:
+        with writing(f"{folder / name}.yaml cannot be written"):
             replace_text(folder / f"{name}.yaml", text + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-        except OSError as error:
-            raise not_written(f"{folder / name}.yaml cannot be written", error) from error
         entry["decision"] = TRAINING
         self.lineage.save()
 
@@ -275,13 +273,9 @@ class _Refresh:
 def _digest(weights: Path) -> str:
     """The sha256 of the weights in a folder."""
     digest = hashlib.sha256()
-    try:
-        for file in sorted(weights.glob("*.safetensors")):
-            with file.open("rb") as stream:
-                while part := stream.read(1 << 20):
-                    digest.update(part)
-    except OSError as error:
-        raise StorageError(f"{weights} cannot be read: {error.strerror or error}. Use a complete run.") from error
+    for file in sorted(weights.glob("*.safetensors")):
+        with readable(f"{weights} cannot be read", "Use a complete run."), file.open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 

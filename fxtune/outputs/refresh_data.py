@@ -40,7 +40,7 @@ from fxtune.data.tokenized.profile import Profile, profile
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.errors import ConfigError, DataError, StorageError, not_written
+from fxtune.errors import ConfigError, DataError, readable, writing
 from fxtune.models import load as models
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.outputs.document_losses import DocumentLosses, MeasuredDocuments, measure, store_common_reference
@@ -297,13 +297,10 @@ class RefreshData:
             fresh = np.isin(table.by_row.digests, self.unknown)
             if not fresh.any():
                 continue
-            try:
-                with replacing(file) as out:
-                    for row, is_new in zip(usable_rows(source, table, self.config.data), fresh, strict=True):
-                        if is_new:
-                            out.write(f"{json.dumps(row.value, default=str)}\n".encode())
-            except OSError as error:
-                raise not_written(f"{file} cannot be written", error) from error
+            with writing(f"{file} cannot be written"), replacing(file) as out:
+                for row, is_new in zip(usable_rows(source, table, self.config.data), fresh, strict=True):
+                    if is_new:
+                        out.write(f"{json.dumps(row.value, default=str)}\n".encode())
             written.append(
                 SourceConfig(
                     str(file), table.format.name, source.weight, unused=source.unused, eval_fraction=self.share(source)
@@ -339,10 +336,8 @@ def _require_same_format(parent: Path, old: Sequence[TokenTable], new: Sequence[
 
 def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:
     """Raise ConfigError if the rows that the run was trained on have changed."""
-    try:
+    with readable(str(parent), "This file says what the run was trained on: restore it."):
         before = read_json(parent / SETTING).get("data")
-    except ValueError as error:
-        raise StorageError(f"{parent}: {error}. This file says what the run was trained on: restore it.") from error
     if before and (changed := differences({"data": before}, {"data": describe_tables(tables)})):
         raise ConfigError(
             f"The rows that {parent} was trained on have changed. So they cannot be replayed, and fxtune cannot know "

@@ -22,7 +22,7 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, RUNS, holds_run, read_config
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
-from fxtune.system.files.atomic_files import read_json
+from fxtune.system.files.atomic_files import json_or_empty
 from fxtune.training.run.about import TEXTS
 
 ADAPTER_FILE = "adapter_config.json"
@@ -51,10 +51,8 @@ class RunOutput:
     @property
     def prompts_are_texts(self) -> bool:
         """Whether the run has learned from prompts that no chat template wrote."""
-        try:
-            return self.run is not None and bool(read_json(self.run / ABOUT).get(TEXTS))
-        except ValueError:  # an early version of fxtune wrote no such file
-            return False
+        # An early version of fxtune wrote no such file.
+        return self.run is not None and bool(json_or_empty(self.run / ABOUT).get(TEXTS))
 
 
 def find_output(name: str) -> RunOutput:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from fxtune import __version__
-from fxtune.errors import StorageError
+from fxtune.errors import writing
 from fxtune.reports import exports
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
@@ -135,10 +135,8 @@ def write_report(folders: Sequence[Path], file: Path) -> None:
     StorageError if a file cannot be read or written."""
     with as_written(*folders):
         text = render([RunFiles(folder) for folder in folders])
-    try:
+    with writing(f"{file} cannot be written", "or name another file"):
         replace_text(file, text.encode("utf-8", "replace").decode())  # a folder's name may be no UTF-8
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}. Name another file.") from error
 
 
 def render(runs: Sequence[RunFiles]) -> str:

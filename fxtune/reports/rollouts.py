@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.run_folder import ROLLOUT_ANSWERS, ROLLOUTS
-from fxtune.errors import StorageError
+from fxtune.errors import readable
 
 STEPS = 6
 """How many steps are shown: the first, the last, and steps between them."""
@@ -71,7 +71,5 @@ def _shown(answer: dict[str, Any]) -> str:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    try:
+    with readable(f"{file} cannot be read", "Bring it back, or remove its folder."):
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove its folder.") from error

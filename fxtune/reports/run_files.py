@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, PICTURES, RESULT, SETTING, metric_rows, read_config
-from fxtune.errors import FILE, ConfigError, StorageError, UserError, kind_of
+from fxtune.errors import FILE, ConfigError, kind_of, readable
 from fxtune.system.files.atomic_files import read_json
 
 STEP = "train/step"
@@ -48,18 +47,12 @@ class _Metrics:
                 self.curves.setdefault(name, {})[step] = value
 
 
-@contextmanager
-def as_written(*folders: Path) -> Iterator[None]:
+def as_written(*folders: Path) -> AbstractContextManager[None]:
     """In the body, a value in the files that fxtune would not have written raises StorageError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise StorageError(
-            f"The files in {', '.join(map(str, folders))} hold something that fxtune does not write there: "
-            f"{type(error).__name__}: {error}. Bring them back as they were."
-        ) from error
+    named = ", ".join(map(str, folders))
+    return readable(
+        f"The files in {named} hold something that fxtune does not write there", "Bring them back as they were."
+    )
 
 
 class RunFiles:
@@ -125,12 +118,10 @@ class RunFiles:
     def evidence(self) -> list[dict[str, Any]]:
         """For each option: what the recipe asked for, and what was observed before the first step."""
         file = self.folder / EVIDENCE
-        try:
+        with _readable(file):
             rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
             if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
                 raise ValueError("it is no list of observations")
-        except (OSError, ValueError, RecursionError) as error:
-            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
         return rows
 
     def answers(self, when: str) -> list[dict[str, Any]]:
@@ -138,27 +129,25 @@ class RunFiles:
         file = self.folder / f"answers_{when}.jsonl"
         if not file.is_file():
             return []
-        try:
+        with _readable(file):
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
         return [row for row in rows if isinstance(row, dict)]
 
     def picture(self, digest: str) -> str | None:
         """The small copy of a question's image as a data: URI, or None. `digest`: the hash of the image's file."""
         file = self.folder / PICTURES / f"{digest}.jpg"
-        try:
+        with _readable(file):
             if not _DIGEST.fullmatch(digest) or file.is_symlink() or kind_of(file) != FILE:
                 return None  # a link in a stranger's folder could lead to another file
             if file.stat().st_size > LARGEST_PICTURE:
                 return None
             return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"
-        except OSError as error:
-            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
 
     def _object(self, name: str) -> dict[str, Any]:
         file = self.folder / name
-        try:
+        with _readable(file):
             return read_json(file) if file.exists() else {}
-        except ValueError as error:
-            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
+
+
+def _readable(file: Path) -> AbstractContextManager[None]:
+    return readable(f"{file} cannot be read", "Bring it back, or remove it.")

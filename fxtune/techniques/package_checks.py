@@ -223,9 +223,9 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     """The recorded results that are still valid for `heads`. The record of a package that did not work is valid until
     any package is installed, repaired or removed, even if no version changes.
     """
-    from fxtune.system.files.atomic_files import read_cached
+    from fxtune.system.files.atomic_files import json_or_empty
 
-    cached = read_cached(cache_home() / RESULTS)
+    cached = json_or_empty(cache_home() / RESULTS)
     found = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}
     of_any = {name: cached[key] for name, key in _keys(names, device_name).items() if key in cached}
     recorded = found | {name: answer for name, answer in of_any.items() if answer["state"] == "broken"}

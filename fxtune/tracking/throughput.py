@@ -33,12 +33,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from fxtune.data.batches.plan import Plan
 from fxtune.estimate.cards import peak_flops
 from fxtune.models.dims import Shape
 from fxtune.models.experts import described_per_token, follows_interface
@@ -177,31 +178,6 @@ def memory_gib(device: torch.device) -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
-class PlannedImages(Protocol):
-    """Arrays with one entry an image: see EncoderShape.work()."""
-
-    @property
-    def features(self) -> np.ndarray: ...
-
-    @property
-    def heights(self) -> np.ndarray: ...
-
-    @property
-    def widths(self) -> np.ndarray: ...
-
-
-class PlannedWork(Protocol):
-    """The part of a data plan that Meter reads. It has the steps of all ranks."""
-
-    def lengths(self, step: int) -> np.ndarray: ...  # the tokens of each document of a step
-
-    def shared(self, step: int) -> np.ndarray: ...  # how many of them are computed with another document
-
-    def supervised(self, step: int) -> int: ...
-
-    def images(self, step: int) -> PlannedImages: ...
-
-
 class Meter:
     """Counts the work of the steps between two calls of read(). It reads no tensor, so it never waits for the device.
 
@@ -211,7 +187,7 @@ class Meter:
     def __init__(
         self,
         model: nn.Module,
-        plan: PlannedWork,
+        plan: Plan,
         device: torch.device,
         tokens: int = 0,
         supervised_tokens: int = 0,

@@ -30,7 +30,7 @@ from fxtune.data.images.reference import ImageReference
 from fxtune.data.read.row import Row, file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, DataError, not_written
+from fxtune.errors import ConfigError, DataError, writing
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import device_of
 from fxtune.plugins import METRICS
@@ -213,11 +213,9 @@ class AnswerEvaluation:
             for question, text in zip(self.questions, self.answers[when], strict=True)
         ]
         file = self._file(when)
-        try:
+        with writing(f"{file} cannot be written", "or set run.dir to another disk"):
             self._write_pictures()
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise not_written(f"{file} cannot be written", error, "or set run.dir to another disk") from error
 
     def _write_pictures(self) -> None:
         """Write thumbnails of the images that the report shows. Raises OSError."""

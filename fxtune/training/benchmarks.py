@@ -29,7 +29,7 @@ import torch
 from fxtune.checkpoint.run_folder import write_json
 from fxtune.config.root import Config, EvalConfig
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, StorageError, did_you_mean, first_line
+from fxtune.errors import ConfigError, HardwareError, did_you_mean, first_line, readable
 from fxtune.models.structure import without_dropout
 from fxtune.reports.held_out import BENCHMARKS
 from fxtune.system.files.atomic_files import read_json
@@ -68,10 +68,8 @@ class Benchmarks:
         made = Benchmarks(config.eval, folder)
         world.from_main(lambda: made.tasks.update(_load(config.eval)), "loading the benchmarks")
         if folder is not None and (folder / FILE).exists():
-            try:
+            with readable(str(folder), "Remove this file; the base is not shown then."):
                 made.scores = dict(read_json(folder / FILE))
-            except ValueError as reason:
-                raise StorageError(f"{folder}: {reason}. Remove this file; the base is not shown then.") from reason
         return made
 
     def measure(self, module: Any, tokenizer: Any, side: str, rows: int, world: World) -> dict[str, float]:

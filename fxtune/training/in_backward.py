@@ -25,7 +25,7 @@ from torch import nn
 
 from fxtune.distributed.gradients import weak_hook
 from fxtune.errors import ConfigError
-from fxtune.models.structure import outputs, without_dropout
+from fxtune.models.structure import hooked, outputs, without_dropout
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.base import Evidence
 
@@ -94,13 +94,9 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
         arrived[weight] += 1
         weight.grad = None
 
-    hooks = [weight.register_post_accumulate_grad_hook(count) for weight in weights]
-    try:
-        with without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            outputs(model, **probe).float().square().mean().backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = hooked(weight.register_post_accumulate_grad_hook(count) for weight in weights)
+    with hooks, without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        outputs(model, **probe).float().square().mean().backward()
     again = sum(times > 1 for times in arrived.values())
     seen = f"at most {most} of {sum(map(bool, arrived.values()))} gradients exist at once" + (
         f"; {again} are added up in several parts" if again else ""

@@ -43,8 +43,7 @@ from fxtune.tracking.worker import GOES_ON
 from fxtune.training.agreement import interruptible, shared
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.benchmarks import Benchmarks
-from fxtune.training.data.run_data import name_lost_image
-from fxtune.training.data.special_tokens import teach_ends, untrained_tokens
+from fxtune.training.data.run_data import name_lost_image, teach_ends, untrained_tokens
 from fxtune.training.evaluation import HeldOutEvaluation, evaluation_steps
 from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.general_text import GeneralText, general_plan
@@ -60,8 +59,7 @@ from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
 from fxtune.training.run.extension import require_extendable, schedule_of_run
 from fxtune.training.run.log import RunLog, conclusion, introduction, next_commands
-from fxtune.training.run.resume_check import ResumeCheck, build_for_run
-from fxtune.training.run.start import claim_folder, require_same_recipe
+from fxtune.training.run.resume_check import ResumeCheck, build_for_run, claim_folder, require_same_recipe
 from fxtune.training.run.state import RunState, weights_note
 from fxtune.training.step_monitor import StepMonitor
 from fxtune.training.steps import Steps

@@ -22,12 +22,13 @@ from fxtune.config.compose import load
 from fxtune.config.overrides import Choice, ChoiceKind, RecipeStore
 from fxtune.config.root import Config
 from fxtune.config.validate import command_line_only
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, writing
 from fxtune.system.files.atomic_files import replace_text
 from fxtune.system.terminal.redact import redact
 
 MARK = "# Found by: fxtune "
 """A line in the header of every file that is written here."""
+WAY_OUT = "or give another place with --output"
 
 
 def output_path(overrides: list[str], name: str, output: str | None, suffix: str = "tuned") -> Path:
@@ -36,11 +37,9 @@ def output_path(overrides: list[str], name: str, output: str | None, suffix: str
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_{suffix}.yaml")
     if path.suffix != ".yaml" or not discovery.is_name(path.stem):
         raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has {discovery.NAME_CHARACTERS}")
-    try:
+    with writing(f"{path} cannot be written", WAY_OUT):
         if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
             raise StorageError(f"{path} exists, and fxtune did not write it: give another name with --output")
-    except OSError as error:
-        raise _not_written(path, error) from error
     return path
 
 
@@ -63,17 +62,11 @@ def write(path: Path, header: Iterable[str], overrides: list[str], measured: Con
             break
     else:
         raise AssertionError(f"the recipe does not give the config that was measured:\n{text}")
-    try:
+    with writing(f"{path} cannot be written", WAY_OUT):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             replace_text(path.with_name(f"{path.name}.old"), path.read_text(encoding="utf-8"))
         replace_text(path, text)
-    except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path} cannot be written: {error}. Give another place with --output.")
 
 
 def _changes(names: list[str], measured: Config) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from fxtune.checkpoint.folder_lock import FolderLock
 from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, RESULT, differences, metric_rows
 from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, Resume, completed
-from fxtune.errors import ConfigError, DataError, Stopped, StorageError, UserError
-from fxtune.system.files.atomic_files import read_json
+from fxtune.errors import ConfigError, DataError, Stopped, StorageError, UserError, writing
+from fxtune.system.files.atomic_files import json_or_empty
 from fxtune.system.process.process_group import end_process, run_process, start_process
 from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.redact import redact, redact_text
@@ -130,9 +130,7 @@ class Trial:
     @property
     def kl(self) -> float | None:
         """The KL from the base on general text, of a finished run that has measured it."""
-        with suppress(OSError, ValueError):
-            return read_json(self.folder / RESULT).get("general/kl")
-        return None
+        return json_or_empty(self.folder / RESULT).get("general/kl")
 
     @property
     def log(self) -> Path:
@@ -204,11 +202,9 @@ class Sweep:
     def opened(self) -> Iterator[Sweep]:
         """Lock the folder, and read its study or begin a study. Raises ConfigError if the folder has another sweep."""
         lock = FolderLock(self.folder)
-        try:
+        with writing(f"{self.folder} cannot be used", "or set run.dir to another folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
             taken = lock.acquire()
-        except OSError as error:
-            raise StorageError(f"{self.folder} cannot be used: {error}. Set run.dir to another folder.") from error
         if not taken:
             raise StorageError(
                 f"{self.folder} {ALIVE.replace('run', 'sweep')}{lock.holder()}. Wait for it, or end it."

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.system.files.atomic_files import add_cached, read_cached
+from fxtune.system.files.atomic_files import add_cached, json_or_empty
 from fxtune.system.process.process_group import run_process
 from fxtune.system.terminal.redact import redact_text
 
@@ -66,7 +66,7 @@ class TrialCache:
         if self.refresh:
             return None
         try:
-            found = read_cached(self.path)[_digest(key)]
+            found = json_or_empty(self.path)[_digest(key)]
             known = {"outcome": Outcome(found["outcome"]), "losses": tuple(found["losses"]), "cached": True}
             return TrialResult(**{**found, **known})
         except (ValueError, KeyError, TypeError):

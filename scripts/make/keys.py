@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from fxtune.cli.commands import COMMANDS  # noqa: E402
+from fxtune.cli.schema import recipe_schema  # noqa: E402
 from fxtune.config.introspection import Slot, with_defaults  # noqa: E402
 from fxtune.config.root import Config  # noqa: E402
-from fxtune.config.schema import recipe_schema  # noqa: E402
 
 SCHEMA = ROOT / "recipes" / "fxtune.schema.json"
 FILE = ROOT / "tests" / "repository" / "keys.txt"

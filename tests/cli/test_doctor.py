@@ -165,7 +165,7 @@ def test_flash_attn_and_flash_attn_4_share_a_folder(fakes):
 def test_pypi_s_apex_is_named_as_another_project(fakes, monkeypatch):
     fakes("apex", "")
     assert doctor.run_check("apex", False, 60.0)["state"] == "missing"
-    monkeypatch.setattr(doctor, "_version", lambda *names: "0.9")
+    monkeypatch.setattr(doctor, "installed_version", lambda *names: "0.9")
     package = next(entry for entry in doctor.PACKAGES.values() if entry.name == "apex")
     found = doctor._package(package, {"state": "missing", "seen": ""})
     assert "another project" in found.seen

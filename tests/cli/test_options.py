@@ -7,8 +7,8 @@ import json
 import pytest
 from support.recipes import QUICK
 
+from fxtune.cli.commands import positive_number, whole_number
 from fxtune.cli.main import main
-from fxtune.cli.options import positive_number, whole_number
 from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import StorageError
 

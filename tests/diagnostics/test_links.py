@@ -30,7 +30,6 @@ def nvml(nvlinks: int = 0, status: int = 0, ancestor: int = 10):
         NVMLError=NVMLError,
         NVML_NVLINK_MAX_LINKS=18,
         NVML_P2P_STATUS_NOT_SUPPORTED=5,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetP2PStatus=peers,
         nvmlDeviceGetTopologyCommonAncestor=lambda one, other: ancestor,

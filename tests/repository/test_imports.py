@@ -27,7 +27,7 @@ ALLOWED = {
     "techniques": "errors upstream system plugins distributed kernels models facts estimate",
     "objectives": "errors upstream system plugins distributed kernels data models facts techniques",
     "optim": "errors upstream system distributed facts",
-    "tracking": "errors system models checkpoint facts estimate techniques",
+    "tracking": "errors system data models checkpoint facts estimate techniques",
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking",
     "migration": "errors config",

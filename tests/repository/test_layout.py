@@ -33,7 +33,6 @@ ELSEWHERE = {
     "kernels/swiglu_lora_triton.py": "test_interpreted.py",
     "kernels/swiglu_reduce_triton.py": "test_interpreted.py",
     "kernels/triton_matrix.py": "runs inside Triton kernels only",
-    "cli/schema.py": "config/test_schema.py",
     "cli/train.py": "test_programs.py, by the command",
     "diagnostics/preview.py": "cli/test_preview.py, through the command",
     "diagnostics/sampler_report.py": "cli/test_doctor.py, through the command",
@@ -53,7 +52,7 @@ ELSEWHERE = {
     ),
     "outputs/refresh.py": "cli/test_refresh.py, through the command",
     **dict.fromkeys(
-        [f"drafts/{name}.py" for name in ("draft", "models", "recipe", "rows")],
+        [f"drafts/{name}.py" for name in ("draft", "recipe", "rows")],
         "cli/test_new.py, through the command",
     ),
     **dict.fromkeys(
@@ -87,8 +86,6 @@ ELSEWHERE = {
     "system/terminal/units.py": "a constant",
     "training/run/export.py": "test_trainer.py, by whole runs",
     "training/run/extension.py": "run/test_end.py, by whole runs",
-    "training/run/start.py": "distributed/test_failure.py, on two ranks",
-    "training/data/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",
     "training/steps.py": "test_trainer.py and faults/test_memory.py, by whole runs",
     "training/trial.py": "test_step_monitor.py, with runs that are not finite",
     "training/visits.py": "test_evaluation.py of its folder",

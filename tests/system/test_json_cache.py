@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from fxtune.system.files.atomic_files import add_cached, read_cached
+from fxtune.system.files.atomic_files import add_cached, json_or_empty
 
 
 def test_results_that_are_added_at_the_same_time_all_stay(tmp_path):
@@ -20,16 +20,16 @@ def test_results_that_are_added_at_the_same_time_all_stay(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_cached(file) == {f"{number} {index}": [number, index] for number in range(4) for index in range(25)}
+    assert json_or_empty(file) == {f"{number} {index}": [number, index] for number in range(4) for index in range(25)}
 
 
 def test_a_damaged_file_is_empty_and_is_written_anew(tmp_path):
     file = tmp_path / "times.json"
     for content in ("[1, 2]", "{", ""):
         file.write_text(content)
-        assert read_cached(file) == {}
+        assert json_or_empty(file) == {}
     add_cached(file, {"a": 1})
-    assert read_cached(file) == {"a": 1}
+    assert json_or_empty(file) == {"a": 1}
     (tmp_path / "folder.json").mkdir()
     add_cached(tmp_path / "folder.json", {"a": 1})
-    assert read_cached(tmp_path / "folder.json") == {}
+    assert json_or_empty(tmp_path / "folder.json") == {}

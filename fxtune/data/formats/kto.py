@@ -8,12 +8,11 @@ from typing import Any
 
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import ChatFormat, with_parsed_lists
-from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.messages import MessagesFormat, ShareGPTFormat
 from fxtune.data.formats.pair_format import complete_answer
-from fxtune.data.formats.preference_messages import after_last_question
+from fxtune.data.formats.preferences import after_last_question
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, Preference, RowFormat
-from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.values import RowError, short
 
 JUDGMENTS = ("label", "kto_tag")

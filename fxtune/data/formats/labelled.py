@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from fxtune.data.formats.chat_format import LIST_KEYS
-from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.messages import MessagesFormat, ShareGPTFormat
 from fxtune.data.formats.row_format import Content, Conversation, Labelled, LearnConfig, PlainText, RowFormat
-from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, require_words, short, type_name
 
 LABELS = ("label", "labels")

@@ -1,4 +1,4 @@
-"""Chats in OpenAI's format: `messages: [{role, content}, ...]`, optionally `tools`."""
+"""Chats: lists of messages, in OpenAI's format or in ShareGPT's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fxtune.data.formats.values import RowError, require_text
 
 
 class MessagesFormat(ChatFormat):
+    """OpenAI's format: `messages: [{role, content}, ...]`, optionally `tools`."""
+
     name = "messages"
     columns = ("messages",)
     known_columns = CHAT_COLUMNS
@@ -31,3 +33,14 @@ class MessagesFormat(ChatFormat):
             chat.places.insert(0, "system")
             chat.train_flags.insert(0, None)
         return chat
+
+
+class ShareGPTFormat(MessagesFormat):
+    """`conversations: [{from, value}, ...]`: the format `messages` with other names of columns, keys and roles. A row
+    may mix both kinds of names."""
+
+    name = "sharegpt"
+    columns = ("conversations",)
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return is_chat(row.get("conversations"), "from", "value")

@@ -1,6 +1,6 @@
 """All row formats, in the order in which they are tried on a row, and the detection of formats.
 
-To add a format: a file beside this one, and a line in FORMATS.
+To add a format: a file beside this one (a format of pairs: preferences.py), and a line in FORMATS.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from fxtune.data.formats.embedding import EmbeddingFormat
 from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.labelled import LabelledFormat
-from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.messages import MessagesFormat, ShareGPTFormat
 from fxtune.data.formats.pair_format import is_answer
-from fxtune.data.formats.preference import PreferenceFormat
-from fxtune.data.formats.preference_chats import PreferenceChatsFormat
-from fxtune.data.formats.preference_instruction import PreferenceInstructionFormat
-from fxtune.data.formats.preference_messages import PreferenceMessagesFormat
-from fxtune.data.formats.preference_turns import PreferenceTurnsFormat
+from fxtune.data.formats.preferences import (
+    PreferenceChatsFormat,
+    PreferenceFormat,
+    PreferenceInstructionFormat,
+    PreferenceMessagesFormat,
+    PreferenceTurnsFormat,
+)
 from fxtune.data.formats.prompt import PromptFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
-from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.text import TextFormat
 from fxtune.data.formats.tokens import TokensFormat
 from fxtune.data.formats.values import RowError, type_name

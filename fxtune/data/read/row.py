@@ -12,14 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, AnyStr
 
 from fxtune.data.formats.registry import with_format_names
 from fxtune.data.formats.values import RowError, type_name
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS, Group
-
-_Text = TypeVar("_Text", str, bytes, covariant=True)
 
 MAX_RAW_CHARACTERS = 100_000
 """Characters of a bad row that are kept for the quarantine file."""
@@ -187,11 +185,7 @@ def reading(name: str) -> Iterator[None]:
         ) from problem
 
 
-class _Readable(Protocol[_Text]):
-    def readline(self, size: int, /) -> _Text: ...
-
-
-def bounded_lines(file: _Readable[_Text], newline: _Text, keeps_images: bool = False) -> Iterator[tuple[_Text, int]]:
+def bounded_lines(file: IO[AnyStr], newline: AnyStr, keeps_images: bool = False) -> Iterator[tuple[AnyStr, int]]:
     """Yield (line with its newline, its length). A line longer than longest_row() is cut to MAX_RAW_CHARACTERS."""
     limit = longest_row(keeps_images)
     while line := file.readline(limit + 1):

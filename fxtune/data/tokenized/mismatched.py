@@ -21,7 +21,7 @@ from fxtune.data.chat.pairs import shortened
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
-from fxtune.errors import DataError, not_written
+from fxtune.errors import DataError, writing
 
 GROUPS_AT_ONCE = 4096
 """Groups that are written together."""
@@ -43,14 +43,12 @@ def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool
     if longest is not None:
         name += f"-{longest}{'' if packing else '-each'}"
     folder = whole.folder.with_name(name)
-    try:
+    place = "or set data.cache_dir to a folder that can be written"
+    with writing(f"Tokens of {table.name} cannot be stored in {folder}", place):
         cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
         with cache.locked(folder, table.name):
             if read_meta(folder) is None:
                 _build(folder, whole, longest, packing)
-    except OSError as problem:
-        place = "or set data.cache_dir to a folder that can be written"
-        raise not_written(f"Tokens of {table.name} cannot be stored in {folder}", problem, place) from problem
     found = TokenTable(folder, table.name, image_processor=table.image_processor)
     found.whole, found.bad_rows = table.by_row, table.bad_rows
     return found

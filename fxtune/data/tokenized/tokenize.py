@@ -34,7 +34,7 @@ from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
-from fxtune.errors import DataError, HardwareError, not_written
+from fxtune.errors import DataError, HardwareError, writing
 from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.console import say
@@ -97,7 +97,8 @@ def tokenize(
             raise DataError(f"{opened.name}: the source's `environment` is for objective=policy. Remove it.")
         encoder.tools = tool_schemas(source.environment)
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
-    try:
+    place = "or set data.cache_dir to a folder that can be written"
+    with writing(f"Tokens of {opened.name} cannot be stored in {folder}", place):
         whole, cached = _open_or_build(folder, settings, opened, encoder, data)
         table = whole
         if change := _change_documents(whole, encoder, data):
@@ -111,9 +112,6 @@ def tokenize(
                     f"Removed from {folder}: the tokens of {removed:,} sources that no run used for "
                     f"{data.cache_days} days, {freed / 1e6:,.1f} MB (data.cache_days)."
                 )
-    except OSError as problem:
-        place = "or set data.cache_dir to a folder that can be written"
-        raise not_written(f"Tokens of {opened.name} cannot be stored in {folder}", problem, place) from problem
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
@@ -371,7 +369,7 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
         raise _bad_row_error(first["where"], first["error"])
     if quarantine is None:
         return
-    try:
+    with writing(f"Bad rows cannot be written to {quarantine}", "or set run.dir to another disk"):
         quarantine.parent.mkdir(parents=True, exist_ok=True)
         # A resumed run finds the same rows again, and each is written only once. If an earlier process was killed, the
         # last line may be incomplete and is dropped.
@@ -384,9 +382,6 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
                 line = json.dumps(entry)
                 if line not in present:
                     file.write(line + "\n")
-    except OSError as problem:
-        place = "or set run.dir to another disk"
-        raise not_written(f"Bad rows cannot be written to {quarantine}", problem, place) from problem
 
 
 def _bad_row_error(where: str, reason: str | None) -> DataError:

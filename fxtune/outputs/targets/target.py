@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fxtune.errors import not_written
+from fxtune.errors import writing
 from fxtune.outputs.targets.served import Server
 from fxtune.outputs.targets.source import Source
 from fxtune.reports.exports import Exports
@@ -22,11 +22,10 @@ def staged(place: Path) -> Iterator[Path]:
     staging = place.with_name(f".{place.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        staging.rename(place)
-    except OSError as error:
-        raise not_written(f"{place} cannot be written", error) from error
+        with writing(f"{place} cannot be written"):
+            staging.mkdir(parents=True)
+            yield staging
+            staging.rename(place)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

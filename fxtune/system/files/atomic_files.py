@@ -218,8 +218,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_cached(path: Path) -> dict[str, Any]:
-    """All results in a cache, which is one JSON file; empty if the file does not exist or is damaged."""
+def json_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a regular file; empty if the file does not exist or is damaged."""
     try:
         return read_json(path)
     except ValueError:
@@ -227,10 +227,10 @@ def read_cached(path: Path) -> dict[str, Any]:
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
-    """Add results to the file of read_cached(), under a lock. Errors of the disk are ignored: the file is a cache."""
+    """Add results to the JSON object in a file, under a lock. Errors of the disk are ignored: the file is a cache."""
     from filelock import FileLock
 
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            replace_text(path, json.dumps({**read_cached(path), **results}, indent=1), shared=True)
+            replace_text(path, json.dumps({**json_or_empty(path), **results}, indent=1), shared=True)

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from fxtune.system.machine import packages
 
@@ -88,12 +87,7 @@ def installed_packages() -> dict[str, str]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found = {name: version for name in PACKAGES if (version := packages.installed_version(name))}
     if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
         found[APEX] = found.get("apex", "unknown version")
     return found

@@ -13,8 +13,9 @@ class Card:
 
     def __init__(self, device: torch.device) -> None:
         self.missing = ""
-        self._nvml: Any = None
-        self._handle: Any = None
+        self.nvml: Any = None
+        """The module pynvml."""
+        self.handle: Any = None
         if device.type != "cuda":
             self.missing = f"NVML is for NVIDIA GPUs, and the device is {device.type}"
             return
@@ -27,12 +28,8 @@ class Card:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            self.missing = str(error)
-            return
-        self._nvml = pynvml
-        try:
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}")
+            self.nvml = pynvml
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}")
         except pynvml.NVMLError as error:
             self.missing = str(error)
 
@@ -57,14 +54,14 @@ class Card:
         return [f"process {process.pid} ({(process.usedGpuMemory or 0) / 2**30:.1f} GiB)" for process in others]
 
     def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = self._handle = None
+        if self.nvml is not None:
+            self.nvml.nvmlShutdown()
+            self.nvml = self.handle = None
 
     def _read(self, function: str) -> Any:
-        if self._handle is None:
+        if self.handle is None:
             return None
         try:
-            return getattr(self._nvml, function)(self._handle)
-        except self._nvml.NVMLError:
+            return getattr(self.nvml, function)(self.handle)
+        except self.nvml.NVMLError:
             return None

@@ -6,7 +6,9 @@ Nothing here imports a package, not even torch, so that doctor can describe a ma
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 
 FLASH, QUANT = "pip install 'fxtune[flash]'", "pip install 'fxtune[quant]'"
 HOPPER = "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
@@ -32,6 +34,14 @@ class Heads:
 
 
 SOME_HEADS = Heads()
+
+
+def installed_version(*distributions: str) -> str:
+    """The version of the first of `distributions` that is installed; empty if none is."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
 
 
 class NotTriedError(Exception):
@@ -100,7 +110,7 @@ PACKAGES = {
         Package(
             "flash-attn-3",
             "flash_attn_interface",
-            f"{BACKENDS}.flash3:smoke_test",
+            f"{BACKENDS}.flash_packages:test_flash3",
             f"pip install {HOPPER} --no-build-isolation",
             "built from source; flash-attn-4 replaces it",
             distributions=("flash-attn-3", "flash_attn_3"),
@@ -108,7 +118,7 @@ PACKAGES = {
         Package(
             "flash-attn",
             "flash_attn.flash_attn_interface",
-            f"{BACKENDS}.flash2:smoke_test",
+            f"{BACKENDS}.flash_packages:test_flash2",
             "pip install flash-attn --no-build-isolation",
             "built from source, an hour; torch has it built in",
         ),

@@ -13,6 +13,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from fxtune.system.machine.packages import installed_version
+
 WITHIN = ("torch", "transformers", "peft")
 
 
@@ -48,12 +50,9 @@ def outside_tested_range() -> str:
     """One line that names the packages outside their tested range, except WITHIN; empty if all are inside."""
     found = {}
     for requirement in requirements():
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            continue
-        if requirement.name not in WITHIN and not requirement.specifier.contains(version, prereleases=True):
-            found[requirement.name] = f"{requirement.name} {version} (tested: {_range(requirement)})"
+        name, version = requirement.name, installed_version(requirement.name)
+        if version and name not in WITHIN and not requirement.specifier.contains(version, prereleases=True):
+            found[name] = f"{name} {version} (tested: {_range(requirement)})"
     return f"Outside the tested range: {'; '.join(found.values())}" if found else ""
 
 

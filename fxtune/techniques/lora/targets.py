@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -196,13 +196,14 @@ def add_adapters(
     config.target_parameters = names if as_named else chosen.experts
     # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, even if training uses autocast.
     no_autocast = torch.autocast(device.type, enabled=False)
-    with (
-        warnings.catch_warnings(),
-        no_autocast,
-        alone() as peft,
-        targets_as_they_are(),
-        _placed_on(model, device),
-    ):
+    # peft puts the adapters where the parameters are, so those without memory appear to be on `device`. expand() takes
+    # no memory.
+    on_device = _standing_in(
+        model,
+        {parameter for parameter in model.parameters() if parameter.is_meta},
+        lambda empty: torch.empty((), dtype=empty.dtype, device=device).expand(empty.shape),
+    )
+    with warnings.catch_warnings(), no_autocast, alone() as peft, targets_as_they_are(), on_device:
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config, revision=revision)
     # Some linears have the names of experts. The saved config names their weights, so that peft finds them again.
@@ -244,21 +245,22 @@ def _entry_without(path: str, others: list[str]) -> str:
 
 
 @contextmanager
-def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In this context parameters without memory appear to be on `device`, so that peft puts the adapters there."""
-    held = [
+def _standing_in(
+    model: nn.Module, empty: Collection[nn.Parameter], made: Callable[[nn.Parameter], torch.Tensor]
+) -> Iterator[None]:
+    """In this context made(parameter) takes the place of each parameter of `empty`, which have no memory."""
+    places = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_meta
+        if parameter is not None and parameter in empty
     ]
-    for module, name, parameter in held:
-        number = torch.empty((), dtype=parameter.dtype, device=device)  # expand() takes no more memory
-        module._parameters[name] = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
     try:
+        for module, name, parameter in places:
+            module._parameters[name] = nn.Parameter(made(parameter), parameter.requires_grad)
         yield
     finally:
-        for module, name, parameter in held:
+        for module, name, parameter in places:
             parameter.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
             module._parameters[name] = parameter
 
@@ -349,7 +351,9 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
         model.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))
         for path in beside
     )
-    with hooked(hooks), _with_memory(model, device), without_dropout(model), torch.enable_grad():
+    empty = {weight for weight in for_images(model) if weight.is_meta}
+    zeros = _standing_in(model, empty, partial(torch.zeros_like, device=device))
+    with hooked(hooks), zeros, without_dropout(model), torch.enable_grad():
         features = images_of(model.config).features(model)
         total = torch.stack([feature.float().sum() for feature in features]).sum()
         gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
@@ -358,26 +362,6 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
         if path not in reached:
             chosen.modules.remove(path)
             chosen.left["no feature of an image depends on them"].append(path)
-
-
-@contextmanager
-def _with_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In this context parameters for images that are on the meta device have memory, filled with zeros."""
-    empty = {weight for weight in for_images(model) if weight.is_meta}
-    places = [
-        (module, name, weight)
-        for module in model.modules()
-        for name, weight in module._parameters.items()
-        if weight in empty
-    ]
-    try:
-        for module, name, weight in places:
-            zeros = torch.zeros_like(weight, device=device)
-            module._parameters[name] = nn.Parameter(zeros, requires_grad=weight.requires_grad)
-        yield
-    finally:
-        for module, name, weight in places:
-            module._parameters[name] = weight
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -63,14 +63,16 @@ class Client:
         except ValueError:
             return body.decode(errors="replace")
 
-    def wait(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the server answers, or has ended(), at most START_SECONDS: it may be starting again."""
+    def wait(self, ended: Callable[[], bool] = lambda: False, pause: float | None = None) -> bool:
+        """Wait until the server answers, or has ended(), at most START_SECONDS: it may be starting. Returns whether it
+        answers. `pause`: seconds between two tries; None: WAIT_SECONDS."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and not ended():
-            time.sleep(WAIT_SECONDS)
+            time.sleep(WAIT_SECONDS if pause is None else pause)
             with suppress(ServerError):
                 self.call("/health")
-                return
+                return True
+        return False
 
     @property
     def model(self) -> str:

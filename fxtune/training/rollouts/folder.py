@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from fxtune.data.chat.encode import Document
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.table import ShardBuilder, TableWriter, TokenTable
-from fxtune.errors import StorageError, not_written
-from fxtune.system.files.atomic_files import read_json, replace_text, sync
+from fxtune.errors import StorageError, readable, writing
+from fxtune.system.files.atomic_files import json_or_empty, read_json, replace_text, sync
 
 NUMBERS, STEP, AHEAD = "numbers.npy", "step.json", "ahead.json"
 DIGITS = 5
@@ -118,10 +118,8 @@ class Rollouts:
 
     def figures(self, step: int) -> dict[str, Any]:
         """The content of step.json. Raises StorageError if it cannot be read."""
-        try:
+        with readable(str(self.step_folder(step) / STEP), "Remove its folder."):
             return read_json(self.step_folder(step) / STEP)
-        except ValueError as error:
-            raise StorageError(f"{self.step_folder(step) / STEP}: {error}. Remove its folder.") from error
 
     def write_ahead(self, step: int, weights: str) -> None:
         """Keep the name of the weights that sample `step`, so that a resumed run can use them. Raises StorageError."""
@@ -131,11 +129,8 @@ class Rollouts:
 
     def ahead(self, step: int) -> str:
         """The weights of write_ahead(); empty if they are unknown."""
-        try:
-            found = read_json(self.folder / AHEAD)
-        except (OSError, ValueError):
-            return ""
-        return str(found["weights"]) if found["step"] == step else ""
+        found = json_or_empty(self.folder / AHEAD)
+        return str(found["weights"]) if found.get("step") == step else ""
 
     def remove(self, step: int) -> None:
         shutil.rmtree(self.step_folder(step), ignore_errors=True)
@@ -208,12 +203,8 @@ class Rollouts:
         final = self.step_folder(step)
         return final.with_name(f".{final.name}")
 
-    @contextmanager
-    def _writing(self, folder: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
+    def _writing(self, folder: Path) -> AbstractContextManager[None]:
+        return writing(f"{folder} cannot be written", "or set run.dir to another disk")
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:

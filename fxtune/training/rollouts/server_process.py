@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from fxtune.errors import HardwareError
 from fxtune.system.process.process_group import end_process, start_process
 from fxtune.system.terminal.progress import phase
-from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError
+from fxtune.training.rollouts.client import Client
 
 
 def start_server(
@@ -27,14 +25,11 @@ def start_server(
     words = [*words, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("ab") as output:
         process = start_process(words, environment, foreign=True, stdout=output, stderr=output)
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    client = Client(f"http://127.0.0.1:{port}", 5)
     try:
         with phase(f"Starting {name}"):
-            while time.monotonic() < until and process.poll() is None:
-                with suppress(ServerError):
-                    Client(url, 5).call("/health")
-                    return process, url
-                time.sleep(0.5)
+            if client.wait(lambda: process.poll() is not None, pause=0.5):
+                return process, client.url
     except BaseException:  # a signal
         end_process(process)
         raise

@@ -35,7 +35,7 @@ import torch
 
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, UserError, not_written
+from fxtune.errors import ConfigError, HardwareError, UserError, writing
 from fxtune.export.vllm import max_rank, refusals
 from fxtune.export.weights import ExportedWeights, on_main
 from fxtune.models.prepared import PreparedModel
@@ -204,14 +204,12 @@ class VllmSampler:
         is_there = self.world.from_main((folder / self.config_name).exists, "looking for weights")
         if not is_there:
             staging = folder.with_name(f".{name}")
-            try:
+            with writing(f"{folder} cannot be written", "or set run.dir to another disk"):
                 on_main(self.world, lambda: _make_empty(staging))
                 written = ExportedWeights.write(self.model, staging, self.world)
                 if self.adapts:
                     self.world.from_main(lambda: _require_servable(staging, written.files), "reading an adapter")
                 on_main(self.world, lambda: os.replace(staging, folder))
-            except OSError as error:
-                raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
         return folder
 
     def _load(self, name: str, folder: Path) -> bool:

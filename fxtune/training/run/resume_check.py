@@ -7,7 +7,8 @@ starts, and compared when it resumes. So a resumed run ends with the same bits a
 - With other files of the base model or other tokens of a source the run is refused, with a line for each difference.
 - Another card, torch or package version may round differently: a note, or with run.deterministic=true a refusal.
 
-A run without a checkpoint starts again, so nothing is compared.
+A run without a checkpoint starts again, so nothing is compared. Before all this, the ranks compare their recipes, and
+rank 0 finds the run's folder.
 """
 
 from __future__ import annotations
@@ -26,13 +27,22 @@ from typing import Any, TypeVar
 import torch
 
 from fxtune.checkpoint import folder as checkpoint_folder
-from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, differences, write_json
-from fxtune.config.root import Config
+from fxtune.checkpoint.run_folder import (
+    CHECKPOINTS,
+    HOW_TO_START_ANEW,
+    SETTING,
+    RunFolder,
+    claim,
+    differences,
+    write_json,
+)
+from fxtune.config.root import Config, completed
 from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.launch import require_equal_parts
-from fxtune.errors import ConfigError, StorageError
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, StorageError, readable
 from fxtune.facts.options import AUTO, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig
@@ -69,13 +79,12 @@ class ResumeCheck:
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
         if resumes and (folder / SETTING).exists():
-            try:
+            with readable(
+                str(folder),
+                "It holds the run's decision for each `auto` and the fingerprint of its data. Restore it; or remove "
+                "it, and the run resumes without this comparison.",
+            ):
                 self.before = read_json(folder / SETTING)
-            except ValueError as error:
-                raise StorageError(
-                    f"{folder}: {error}. It holds the run's decision for each `auto` and the fingerprint of its data. "
-                    "Restore it; or remove it, and the run resumes without this comparison."
-                ) from error
 
     def earlier_decisions(self, configured: Options, today: Options) -> Options | None:
         """`configured` with each `auto` as decided when the run started; None if `today`, with today's decisions, is
@@ -262,17 +271,12 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
     for file in sorted(local.glob("*.safetensors")) if local else ():
-        try:
+        with readable(f"{file} cannot be read", "Use a complete copy of the model."), file.open("rb") as stream:
             size = file.stat().st_size
             digest = hashlib.sha256(str(size).encode())
-            with file.open("rb") as stream:
-                for number in range(SAMPLES):
-                    stream.seek(max(size - BLOCK, 0) * number // (SAMPLES - 1))
-                    digest.update(stream.read(BLOCK))
-        except OSError as error:
-            raise StorageError(
-                f"{file} cannot be read: {error.strerror or error}. Use a complete copy of the model."
-            ) from error
+            for number in range(SAMPLES):
+                stream.seek(max(size - BLOCK, 0) * number // (SAMPLES - 1))
+                digest.update(stream.read(BLOCK))
         digests[file.name] = digest.hexdigest()[:16]
     return digests
 
@@ -280,6 +284,32 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
 def _as_json(value: Any) -> Any:
     """`value` as it would be after writing it to JSON and reading it back."""
     return json.loads(json.dumps(value, default=str))
+
+
+def require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
+    """Raise ConfigError if the ranks were started with different recipes."""
+    if world.size > 1:
+        for rank, other in enumerate(world.gather(recipe, "comparing recipes")):
+            if lines := differences(other, recipe):
+                raise ConfigError(
+                    f"The recipe of rank {world.rank} differs from the recipe of rank {rank}:\n"
+                    + "\n".join(lines)
+                    + "\nStart all ranks with the same command and files."
+                )
+
+
+def claim_folder(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
+    """Find the run's folder. Rank 0 finds and locks it; the other ranks get its path."""
+    run = config.run
+
+    def work() -> RunFolder | None:
+        return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
+
+    claimed = world.main_first(work, "waiting for rank 0 to find the run folder")
+    path, resumed, before, extends = world.broadcast(
+        (claimed.path, claimed.resumed, claimed.config, claimed.extends) if claimed else (Path(), False, {}, False)
+    )
+    return claimed or RunFolder(path, resumed, None, before, extends)
 
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:

@@ -11,7 +11,7 @@ from support.rows import write_jsonl
 
 from fxtune.data.config import SourceConfig
 from fxtune.data.formats.kto import KTOFormat
-from fxtune.data.formats.preference import PreferenceFormat
+from fxtune.data.formats.preferences import PreferenceFormat
 from fxtune.data.formats.registry import FORMATS, detect_format, row_format
 from fxtune.data.formats.row_format import (
     Content,

@@ -1,13 +1,12 @@
-"""The attention backends that a recipe may name. A backend's own file has all that fxtune knows about it."""
+"""The attention backends that a recipe may name. A backend's file has all that fxtune knows about it."""
 
 from __future__ import annotations
 
 from fxtune.techniques.attention.backends.backend import Backend
 from fxtune.techniques.attention.backends.cudnn import CUDNN
 from fxtune.techniques.attention.backends.eager import EAGER
-from fxtune.techniques.attention.backends.flash2 import FLASH2
-from fxtune.techniques.attention.backends.flash3 import FLASH3
 from fxtune.techniques.attention.backends.flash4 import FLASH4
+from fxtune.techniques.attention.backends.flash_packages import FLASH2, FLASH3
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.techniques.attention.backends.hub import HUB, hub
 from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS, ON_CPU, SDPA

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from fxtune.cli.main import main
+from fxtune.cli.schema import recipe_schema
 from fxtune.config import discovery
 from fxtune.config.introspection import all_keys
 from fxtune.config.root import Config
-from fxtune.config.schema import recipe_schema
 
 
 def at(schema, key):

@@ -125,6 +125,14 @@ class HostCopies(Protocol):
     min_bytes: int
 
 
+class FirstPass(NamedTuple):
+    """A forward pass with gradients and dropout over the first micro-batch of a run."""
+
+    run: Callable[[], Any]
+    rows: int
+    length: int
+
+
 @dataclass
 class PreparedModel:
     module: Any
@@ -161,6 +169,9 @@ class PreparedModel:
     """The object that sends layers' tensors to host memory and fetches them."""
     reads_sizes_on_host: bool = False
     """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
+    first_pass: FirstPass | None = None
+    """The pass with which proofs try compiled code, so that the first step need not compile it. None: they try it with
+    a small row, because no step follows, or the pass does not fit in memory."""
     sharding: Sharding | None = None
     """The object that controls weights divided over ranks; None: each rank holds whole weights."""
 

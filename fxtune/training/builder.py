@@ -67,7 +67,7 @@ from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind
-from fxtune.training import in_backward
+from fxtune.training import in_backward, kept_proofs
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
@@ -275,9 +275,9 @@ class RunBuilder:
         model, evidence = self.observed_model(plan)
         return model, require_acted(evidence)
 
-    def observed_model(self, plan: Plan | None = None) -> tuple[LanguageModel, list[Evidence]]:
+    def observed_model(self, plan: Plan | None = None, anew: bool = False) -> tuple[LanguageModel, list[Evidence]]:
         """Build the model with its loss head, and collect evidence of every technique and of the loss. `plan`: the
-        steps that follow; see observe().
+        steps that follow; see observe(). `anew`: take no kept evidence.
 
         An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
@@ -287,7 +287,7 @@ class RunBuilder:
             try:
                 model = self.build()
                 language_model = self.language_model(model)
-                seen = self.observe(language_model, plan)
+                seen = self.observe(language_model, plan, anew)
             except UnavailableError as error:
                 if (key := wish(self.config.techniques, error.key)) is None:
                     raise
@@ -389,17 +389,23 @@ class RunBuilder:
         return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]
 
     @phase("Trying the techniques on a small row", part="proofs")
-    def observe(self, model: LanguageModel, plan: Plan | None = None) -> list[Evidence]:
+    def observe(self, model: LanguageModel, plan: Plan | None = None, anew: bool = False) -> list[Evidence]:
         """Collect evidence of every technique and of the loss on `model`, which build() made. `plan`: its first
-        micro-batch is compiled, so that the first step need not compile its forward pass. None: a small row is."""
+        micro-batch is compiled, so that the first step need not compile its forward pass. None: a small row is
+        compiled. `anew`: take no evidence of earlier starts (kept_proofs.py)."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
-            verify = partial(self.techniques.verify, model.prepared, probe)
+            file = kept_proofs.proof_file(self.config, self.hf_config, self.facts, self.techniques)
+            kept = {} if anew else self.world.from_main(lambda: kept_proofs.read_kept(file), "reading kept evidence")
+            verify = partial(self.techniques.verify, model.prepared, probe, kept)
             model.prepared.first_pass = first = self._first_pass(model, plan)
             # A step that does not fit will be repeated with fewer rows. Ranks that share a pass cannot go on alone.
             seen = catch_out_of_memory(verify) if first and not self.world.shares else verify()
             model.prepared.first_pass = None
-            observed = [*(verify() if isinstance(seen, MemoryExhausted) else seen), *model.evidence]
+            seen = verify() if isinstance(seen, MemoryExhausted) else seen
+            if self.world.main and not kept:
+                kept_proofs.keep(file, seen)
+            observed = [*seen, *model.evidence]
             if self.facts.device == "cuda":
                 asked = f"{DETERMINISTIC}={str(self.config.run.deterministic).lower()}"
                 kernels = "deterministic kernels" if self.facts.deterministic else "the fastest kernels"

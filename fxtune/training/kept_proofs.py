@@ -1,6 +1,6 @@
 """Keeps evidence that depends on no weight, so that later starts of the same recipe need not observe it again.
 
-What operators run, which documents they keep apart and what layers save for the backward pass follows from the code,
+Which operators run, which documents they keep apart and what layers save for the backward pass follows from the code,
 the packages, the card and the options. If one of these changes, the techniques in KEPT are observed again, as they are
 in each `fxtune verify`. Proofs of values (the loss, adapters, quantized weights, experts) run in each start.
 """
@@ -29,20 +29,20 @@ KEPT = ("attention", "checkpointing")
 
 
 def proof_file(config: Config, hf_config: Any, facts: Facts, techniques: Pipeline) -> Path | None:
-    """The file of the evidence for these decisions; None if it is not kept: on a CPU, where kernels need no tuning and
-    little time, and for a model with its own code, which may change."""
+    """The file of the evidence for these decisions. None on a CPU, whose proofs are short, and for a model with
+    its own code, which may change."""
     if facts.device != "cuda" or config.model.trust_remote_code:
         return None
     decided = techniques.options(), facts.dtype, facts.packing, facts.deterministic, asdict(facts.degrees)
     rows = facts.micro_batch_size, facts.row_length, facts.image_features, facts.shares_prompts
     code = environment_digest(facts.device_name), code_digest.digest(), config.plugins()
-    all_of_it = decided, rows, code, config.objective.name, hf_config.to_dict()
-    text = json.dumps(all_of_it, sort_keys=True, default=str)
+    everything = decided, rows, code, config.objective.name, hf_config.to_dict()
+    text = json.dumps(everything, sort_keys=True, default=str)
     return cache_home() / "proofs" / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
 
 def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
-    """The kept evidence of each technique, which says since when it is kept. Empty without a file, or if the file is
+    """The kept evidence of each technique, with the time of its observation. Empty without a file or if it is
     damaged."""
     kept = dict[str, list[Evidence]]()
     try:

@@ -11,14 +11,13 @@ LIBRARY = "libcuda.so.1"
 
 
 def start_driver() -> threading.Thread:
-    """Call the driver's cuInit() in a thread, which does not hold Python's lock meanwhile. It takes no memory of a
-    card. Without a driver nothing happens, and an error of the driver comes again when torch calls cuInit()."""
+    """Call cuInit(), which needs neither Python's lock nor memory of a card. If it fails, torch's call says why."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before its first call
-
-    def start() -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(LIBRARY).cuInit(0)
-
-    thread = threading.Thread(target=start, name="fxtune-driver", daemon=True)
+    thread = threading.Thread(target=_start, name="fxtune-driver", daemon=True)
     thread.start()
     return thread
+
+
+def _start() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(LIBRARY).cuInit(0)

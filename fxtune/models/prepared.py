@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from fxtune.distributed.sharding import Sharding
-from fxtune.models.probe import probe_logits, relative_distance
+from fxtune.models.probe import Answer
 from fxtune.models.routers import Routers
 
 Result = TypeVar("Result")
@@ -103,19 +101,6 @@ class Quantization:
     """How the checkpoint's experts in MXFP4 were taken over; empty: fxtune quantized the experts itself."""
 
 
-class BaseAnswer(NamedTuple):
-    """How the base answers a few fixed tokens without adapters."""
-
-    logits: torch.Tensor
-    noise: float
-    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows with each layer."""
-
-    @staticmethod
-    def of(model: Any, logits: torch.Tensor) -> BaseAnswer:
-        nudged = probe_logits(model, nudge=torch.finfo(logits.dtype).eps)
-        return BaseAnswer(logits, relative_distance(nudged, logits))
-
-
 class HostCopies(Protocol):
     """The counters that the proof of offloading reads (techniques/checkpointing/offload.py)."""
 
@@ -157,7 +142,7 @@ class PreparedModel:
     """What techniques.quantize changed."""
     targets: AdapterTargets | None = None
     """What techniques.lora adapts."""
-    base_answer: BaseAnswer | None = None
+    base_answer: Answer | None = None
     """How the base answered before it got adapters; None if the base had no weights when adapters were added."""
     adapter_start: str = ""
     """The adapter whose weights training starts from (model.adapter); empty: new adapters."""

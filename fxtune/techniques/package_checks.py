@@ -190,10 +190,7 @@ def _check_on_gpu(
             ThreadPoolExecutor(len(missing)) as pool,
         ):
             checks = [ahead.pop(name) if name in ahead else _start(name, "gpu", "waits") for name in missing]
-            waiting = pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks)
-            with contextlib.suppress(Exception):  # the run imports it later, and then reports an error
-                importlib.import_module("peft")
-            results = list(waiting)
+            results = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
         answers |= record(dict(zip(missing, results, strict=True)), facts.device_name, heads)
     return answers
 

@@ -48,6 +48,8 @@ def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
     try:
         found = read_cached(file) if file else {}
         for seen in (Evidence(**values) for values in found.get("evidence", ())):
+            if seen.technique not in KEPT or seen.acted is not True:
+                return {}
             since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found["at"]))
             kept.setdefault(seen.technique, []).append(replace(seen, observed=f"{seen.observed} (kept from {since})"))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):

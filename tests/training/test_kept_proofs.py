@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.architectures import facts_of, random_model
@@ -52,7 +52,12 @@ def test_evidence_that_did_not_act_is_not_kept():
     assert read_kept(file_of()) == {}
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", json.dumps({"at": "now", "evidence": [{}]}), '{"evidence": 3}'])
+OTHERS = json.dumps({"at": 0, "evidence": [asdict(SEEN[1])]})
+
+
+@pytest.mark.parametrize(
+    "damage", [OTHERS, "", "[]", "{", json.dumps({"at": "now", "evidence": [{}]}), '{"evidence": 3}']
+)
 def test_a_damaged_file_counts_as_none(damage):
     keep(file_of(), SEEN)
     file_of().write_text(damage)

@@ -1,4 +1,4 @@
-"""`python -m fxtune`."""
+"""`python -m fxtune`, and the console script `fxtune`."""
 
 import os
 import sys
@@ -10,7 +10,11 @@ if __name__ == "__main__" and os.path.realpath(os.curdir) == os.path.realpath(sy
     del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"  # for child processes
 
-from fxtune.cli.main import main  # noqa: E402  after the check of sys.path
+from fxtune.system.process.bytecode import keep_compiled_files  # noqa: E402  after the check of sys.path
+
+keep_compiled_files()
+
+from fxtune.cli.main import main  # noqa: E402  its imports are the first large ones
 
 if __name__ == "__main__":
     sys.exit(main())

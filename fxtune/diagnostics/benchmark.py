@@ -125,7 +125,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     STARTUP.begin_run()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
     plan = trial_data(builder)[1].training
-    model, _ = builder.proven_model()
+    model, _ = builder.proven_model(plan)
     train_step = builder.train_step(model, builder.config.objective)
     model.model.train()
     with (

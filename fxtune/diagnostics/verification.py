@@ -83,7 +83,7 @@ def verify(config: Config, loss: bool = False, each: bool = False, canary: bool 
         say(*config.techniques.ignored_options(), *builder.notes)
         if builder.facts.in_backward:
             say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
-        model, evidence = builder.observed_model()
+        model, evidence = builder.observed_model(data.training, anew=True)
         evidence += builder.prove_objective(model, builder.config.objective, data.training)
         seen = [*evidence, *observe_data(data), *observe_step(builder, model, data.training)]
         del model

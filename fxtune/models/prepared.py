@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from fxtune.distributed.sharding import Sharding
 from fxtune.models.kinds.image_decoder.stored_features import StoredFeatures
-from fxtune.models.probe import probe_logits, relative_distance
+from fxtune.models.probe import Answer
 from fxtune.models.routers import Routers
 
 Result = TypeVar("Result")
@@ -105,19 +103,6 @@ class Quantization:
     """How the checkpoint's experts in MXFP4 were taken over; empty: fxtune quantized the experts itself."""
 
 
-class BaseAnswer(NamedTuple):
-    """How the base answers a few fixed tokens without adapters."""
-
-    logits: torch.Tensor
-    noise: float
-    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows with each layer."""
-
-    @staticmethod
-    def of(model: Any, logits: torch.Tensor) -> BaseAnswer:
-        nudged = probe_logits(model, nudge=torch.finfo(logits.dtype).eps)
-        return BaseAnswer(logits, relative_distance(nudged, logits))
-
-
 class HostCopies(Protocol):
     """The counters that the proof of offloading reads (techniques/checkpointing/offload.py)."""
 
@@ -125,6 +110,14 @@ class HostCopies(Protocol):
     inputs_fetched: int
     sent: int
     min_bytes: int
+
+
+class FirstPass(NamedTuple):
+    """A forward pass with gradients and dropout over the first micro-batch of a run."""
+
+    run: Callable[[], Any]
+    rows: int
+    length: int
 
 
 @dataclass
@@ -151,7 +144,7 @@ class PreparedModel:
     """What techniques.quantize changed."""
     targets: AdapterTargets | None = None
     """What techniques.lora adapts."""
-    base_answer: BaseAnswer | None = None
+    base_answer: Answer | None = None
     """How the base answered before it got adapters; None if the base had no weights when adapters were added."""
     adapter_start: str = ""
     """The adapter whose weights training starts from (model.adapter); empty: new adapters."""
@@ -165,6 +158,9 @@ class PreparedModel:
     """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
     stored_features: StoredFeatures | None = None
     """What gives the model stored features of images; None: the vision encoder runs in each step."""
+    first_pass: FirstPass | None = None
+    """The pass with which proofs try compiled code, so that the first step need not compile it. None: they try it with
+    a small row, because no step follows, or the pass does not fit in memory."""
     sharding: Sharding | None = None
     """The object that controls weights divided over ranks; None: each rank holds whole weights."""
 

@@ -8,7 +8,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -181,13 +181,17 @@ def running_on_text(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+def without_dropout(model: nn.Module) -> AbstractContextManager[None]:
+    return in_mode(model, training=False)
+
+
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and restore the training flag and the random state afterwards."""
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Set the training flag, which switches dropout, and restore the flag and the random state afterwards."""
     was_training = model.training
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.eval()
+        model.train(training)
         try:
             yield
         finally:

@@ -132,9 +132,19 @@ class LanguageModel:
         """The hidden states [supervised, d] of the supervised tokens, and the function from rows of them to float32
         logits. If the model's own forward pass computes the logits, they take the place of the hidden states."""
         if self.own_forward:
-            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1) / self.temperature
+            logits = self.states(batch).flatten(0, 1) / self.temperature
             return logits.index_select(0, batch.supervised_at), torch.Tensor.float
         return self._hidden(batch), self._logits
+
+    def states(self, batch: Batch) -> torch.Tensor:
+        """The decoder's last hidden states [rows, length, d]. If the model's own forward pass computes the logits, the
+        logits [rows, length, vocabulary]. Call it inside of `prepared.with_head()`."""
+        if self.own_forward:
+            logits: torch.Tensor = self.model(**self._inputs(batch)).logits
+            return logits
+        part = backbone(self.model) if batch.images is None else body(self.model)
+        states: torch.Tensor = part(**self._inputs(batch))[0]
+        return states
 
     def total(self, batch: Batch) -> torch.Tensor:
         """The sum of the head's results for the documents with targets, in `unit`. Proofs compare this number."""
@@ -205,9 +215,7 @@ class LanguageModel:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """The last hidden states [supervised, d] at the positions that have a target."""
-        part = backbone(self.model) if batch.images is None else body(self.model)
-        states = part(**self._inputs(batch))[0]
-        selected: torch.Tensor = _SelectRows.apply(states.flatten(0, 1), batch.supervised_at)
+        selected: torch.Tensor = _SelectRows.apply(self.states(batch).flatten(0, 1), batch.supervised_at)
         return selected
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:

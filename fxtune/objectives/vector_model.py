@@ -20,8 +20,7 @@ class VectorModel(DocumentModel):
     unit = "vectors"
 
     def vectors(self, batch: Batch, pool: Pool) -> torch.Tensor:
-        states = backbone(self.model)(**self._inputs(batch))[0]
-        return pooled(states.flatten(0, 1), batch, pool)
+        return pooled(self.states(batch).flatten(0, 1), batch, pool)
 
     def total(self, batch: Batch) -> torch.Tensor:
         vectors = F.normalize(self.vectors(batch, Pool.mean), dim=1)

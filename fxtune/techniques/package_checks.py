@@ -241,13 +241,18 @@ def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     any installed package, because a fault of one package can break another. The key of a check that takes heads also
     changes with the heads: the decisions of a run must not depend on the models of earlier runs.
     """
-    driver = Path("/proc/driver/nvidia/version")
-    installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
-    machine = [device_name, driver.read_text() if driver.exists() else "", sys.version, installed]
-    environment = blake2b(repr(machine).encode(), digest_size=8).hexdigest()
+    environment = environment_digest(device_name)
     sizes = f" {heads.queries}/{heads.keys}/{heads.width} {' '.join(heads.recurrences)}"
     tried = "" if heads == SOME_HEADS else sizes.rstrip()
     return {name: f"{name}{tried * CHECKS[name].takes_heads} {environment}" for name in names}
+
+
+def environment_digest(device_name: str) -> str:
+    """16 hexadecimal digits that change with the GPU, its driver, Python, and the version of any installed package."""
+    driver = Path("/proc/driver/nvidia/version")
+    installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
+    machine = [device_name, driver.read_text() if driver.exists() else "", sys.version, installed]
+    return blake2b(repr(machine).encode(), digest_size=8).hexdigest()
 
 
 def _site_folders() -> Iterator[list[os.DirEntry[str]]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -245,16 +246,18 @@ class Pipeline(Techniques):
         """Whether a resolved pipeline keeps the MXFP4 codes of a checkpoint's experts."""
         return self.lora.enabled and keeps_shipped(self.quantize, self.lora, skeleton(hf_config))
 
-    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
+    def verify(
+        self, model: PreparedModel, probe: dict[str, Any], kept: Mapping[str, list[Evidence]] = MappingProxyType({})
+    ) -> list[Evidence]:
         """Return what every enabled technique observes on the built model, under training's autocast. `probe` comes
-        from make_probe()."""
+        from make_probe(). `kept`: the evidence of techniques that need not observe again, by name."""
         device = next(model.module.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
             seen: list[Evidence] = []
             for name, technique in self.enabled():
                 with acting(name, f"Trying the techniques on a small row: {name}"):
-                    seen += technique.verify(model, probe)
+                    seen += kept[name] if name in kept else technique.verify(model, probe)
             return seen
 
     def prove(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:

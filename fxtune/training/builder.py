@@ -31,8 +31,9 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.added_tokens import about_added_tokens
 from fxtune.models.kinds.image_decoder.parts import for_images
-from fxtune.models.prepared import PreparedModel
+from fxtune.models.prepared import FirstPass, PreparedModel
 from fxtune.models.reference import ReferenceModel
+from fxtune.models.structure import in_mode
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
@@ -52,7 +53,7 @@ from fxtune.system.process.determinism import (
     reset_process,
     use_deterministic_kernels,
 )
-from fxtune.system.process.oom import out_of_memory_reason
+from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory, out_of_memory_reason
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques import divided_weights
@@ -66,7 +67,7 @@ from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind
-from fxtune.training import in_backward
+from fxtune.training import in_backward, kept_proofs
 from fxtune.training.data.image_features import store_features
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
@@ -275,9 +276,9 @@ class RunBuilder:
             say(f"{model.key}: {evidence.technique}: {evidence.observed}")
         return made
 
-    def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
+    def proven_model(self, plan: Plan | None = None) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
-        model, evidence = self.observed_model()
+        model, evidence = self.observed_model(plan)
         if self._tables:
             with self.oom_context("Computing features of images"):
                 base = model.model.get_base_model() if self.techniques.lora.enabled else model.model
@@ -287,8 +288,9 @@ class RunBuilder:
                 )
         return model, require_acted(evidence)
 
-    def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
-        """Build the model with its loss head, and collect evidence of every technique and of the loss.
+    def observed_model(self, plan: Plan | None = None, anew: bool = False) -> tuple[LanguageModel, list[Evidence]]:
+        """Build the model with its loss head, and collect evidence of every technique and of the loss. `plan`: the
+        steps that follow; see observe(). `anew`: take no kept evidence.
 
         An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
@@ -298,7 +300,7 @@ class RunBuilder:
             try:
                 model = self.build()
                 language_model = self.language_model(model)
-                seen = self.observe(language_model)
+                seen = self.observe(language_model, plan, anew)
             except UnavailableError as error:
                 if (key := wish(self.config.techniques, error.key)) is None:
                     raise
@@ -400,11 +402,23 @@ class RunBuilder:
         return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]
 
     @phase("Trying the techniques on a small row", part="proofs")
-    def observe(self, model: LanguageModel) -> list[Evidence]:
-        """Collect evidence of every technique and of the loss on `model`, which build() made."""
+    def observe(self, model: LanguageModel, plan: Plan | None = None, anew: bool = False) -> list[Evidence]:
+        """Collect evidence of every technique and of the loss on `model`, which build() made. `plan`: its first
+        micro-batch is compiled, so that the first step need not compile its forward pass. None: a small row is
+        compiled. `anew`: take no evidence of earlier starts (kept_proofs.py)."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
-            observed = [*self.techniques.verify(model.prepared, probe), *model.evidence]
+            file = kept_proofs.proof_file(self.config, self.hf_config, self.facts, self.techniques)
+            kept = {} if anew else self.world.from_main(lambda: kept_proofs.read_kept(file), "reading kept evidence")
+            verify = partial(self.techniques.verify, model.prepared, probe, kept)
+            model.prepared.first_pass = first = self._first_pass(model, plan)
+            # A step that does not fit will be repeated with fewer rows. Ranks that share a pass cannot go on alone.
+            seen = catch_out_of_memory(verify) if first and not self.world.shares else verify()
+            model.prepared.first_pass = None
+            seen = verify() if isinstance(seen, MemoryExhausted) else seen
+            if self.world.main and not kept:
+                kept_proofs.keep(file, seen)
+            observed = [*seen, *model.evidence]
             if self.facts.device == "cuda":
                 asked = f"{DETERMINISTIC}={str(self.config.run.deterministic).lower()}"
                 kernels = "deterministic kernels" if self.facts.deterministic else "the fastest kernels"
@@ -424,6 +438,19 @@ class RunBuilder:
                 elif (experts := observe_computed(model.model, probe)) is not None:
                     observed.append(experts)
             return observed
+
+    def _first_pass(self, model: LanguageModel, plan: Plan | None) -> FirstPass | None:
+        """The pass over this rank's first micro-batch of `plan`; None if nothing is compiled, or if the steps have no
+        rows yet."""
+        if plan is None or not self.techniques.compile.enabled or self.config.objective.needs.rollouts:
+            return None
+        batch = self.own(plan).batch(0, 0).to(self.world.device)
+
+        def run() -> torch.Tensor:
+            with in_mode(model.model, training=True), torch.enable_grad():
+                return model.prepared.with_head(lambda: model.states(batch))
+
+        return FirstPass(run, *batch.input_ids.shape)
 
     @phase("Making the optimizer", part="optimizer")
     def train_step(

@@ -219,7 +219,7 @@ class Trainer:
         """Build the model, and show and write the evidence that its techniques acted."""
         builder = self.builder
         self.world.heartbeat.doing("building the model")
-        language_model, evidence = builder.proven_model()
+        language_model, evidence = builder.proven_model(self.data.training)
         prepared, lora = language_model.prepared, self.builder.techniques.lora
         for line in (
             *teach_ends(prepared, self.tokenizer, self.ends, self.config.model.adapter, lora),

@@ -100,7 +100,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
     if low >= high:
         raise ConfigError(f"The test begins at {low:g} and ends at {high:g}: --lowest must be below --highest.")
     planned = [low * (high / low) ** (number / (steps - 1)) for number in range(steps)]
-    model, _ = builder.proven_model()
+    model, _ = builder.proven_model(plan)
     train_step = builder.train_step(model, builder.config.objective)
     model.model.train()
     losses: list[float] = []

@@ -40,7 +40,7 @@ ALLOWED = {
     "cli": "errors upstream system plugins distributed data models export checkpoint facts estimate techniques objectives optim tracking reports config settle training outputs "
     "tuning diagnostics drafts migration",
     "api": "errors system distributed data models checkpoint facts estimate techniques reports config settle training outputs tuning diagnostics",
-    "__main__": "cli",
+    "__main__": "system cli",
 }
 """Package -> the packages it may import, lowest first.
 

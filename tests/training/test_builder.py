@@ -83,7 +83,7 @@ def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch,
     made.world = World(torch.device("cpu"), 0, 2).divided(Degrees(shard=2))
     monkeypatch.setattr(builder.RunBuilder, "build", lambda self: torch.nn.Linear(2, 2))
     monkeypatch.setattr(builder.RunBuilder, "language_model", lambda self, model: model)
-    monkeypatch.setattr(builder.RunBuilder, "observe", lambda self, model: fails(self, model, {}))
+    monkeypatch.setattr(builder.RunBuilder, "observe", lambda self, model, *given: fails(self, model, {}))
     with pytest.raises(ConfigError, match=r"compile: the layer cannot be one graph\. .* or set parallel.shard=1"):
         made.observed_model()
 

@@ -8,7 +8,8 @@ layers, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.kinds.known import images_of
-from fxtune.models.prepared import PreparedModel
+from fxtune.models.prepared import FirstPass, PreparedModel
 from fxtune.models.structure import backbone, beside_text, decoder_layers, hooked, outputs, without_dropout
 from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
@@ -62,10 +63,10 @@ class Proof:
         named: list[str],
     ) -> None:
         model = self.model = prepared.module
+        self.first_pass = prepared.first_pass
         self.offload, self.probe, self.plan, self.named = prepared.offload, probe, plan, named
         self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
         self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
-        self.layer_tokens = self.tokens * len(self.layers)
         beside = {id(parameter) for parameter in beside_text(model)}
         self.trained = next(
             parameter
@@ -93,7 +94,11 @@ class Proof:
             elif self.plan.level == "budget":
                 yield self._budget_in_force()
             elif any(recomputed):
-                yield from self._bytes_saved()
+                seen = self._bytes_saved(self.first_pass) if self.first_pass else None
+                # Dropout, and attention that keeps a number for each pair of tokens, save more in longer rows.
+                if seen is None or not seen.acted:
+                    seen = self._bytes_saved()
+                yield from [seen] if seen else []
         if self.plan.tiles > 1:
             yield self._tiled()
 
@@ -148,47 +153,49 @@ class Proof:
             not wrong and not missing and (any_again or "input" not in self.levels),
         )
 
-    def _bytes_saved(self) -> Iterator[Evidence]:
-        """Compare the bytes that autograd saves in the layers, compiled or not, with the bytes that the rules
-        allow."""
-        everything, arguments, saved, one_graph = self._measure_bytes()
+    def _bytes_saved(self, first_pass: FirstPass | None = None) -> Evidence | None:
+        """Compare the bytes that autograd saves in the layers, compiled or not, with the bytes that the rules allow.
+        Returns None if the bytes cannot be seen."""
+        everything, arguments, saved, one_graph = self._measure_bytes(first_pass)
         # One graph of all layers contains the last norm, too.
         inputs = arguments * (len(self.layers) + 4 * one_graph)
         if set(self.levels) - {"input"} and saved == everything:
-            return  # in layers that are not compiled, torch's policy stores tensors outside of these hooks
-        by_rules = sum(count.bytes for _, count in self.counts.all() if count.saved)
+            return None  # in layers that are not compiled, torch's policy stores tensors outside of these hooks
+        by_rules = sum(count.bytes for _, count in self.counts.all() if count.saved) / self.tokens
         allowed = inputs + by_rules + everything * ("everything" in self.levels)
-        yield _evidence(
-            f"at most {allowed / self.layer_tokens:,.0f} bytes a token and layer kept for the backward pass",
-            f"{saved / self.layer_tokens:,.0f} bytes",
+        return _evidence(
+            f"at most {allowed / len(self.layers):,.0f} bytes a token and layer kept for the backward pass",
+            f"{saved / len(self.layers):,.0f} bytes",
             saved <= allowed,
         )
 
     def _budget_in_force(self) -> Evidence:
         """Check the compiler's budget while layers run. The probe's row is short and weights dominate, so the bytes
         prove little."""
-        everything, _, saved, one_graph = self._measure_bytes()
+        everything, _, saved, one_graph = self._measure_bytes(self.first_pass)
         budgets: list[float] = []
         observed = backbone(self.model) if one_graph else self.layers[0]
         note = observed.register_forward_pre_hook(lambda *_: budgets.append(upstream.activation_budget()))
         with hooked([note]):
-            self.forward()
+            (self.first_pass.run if self.first_pass else self.forward)()
         return _evidence(
             f"a budget of {self.plan.budget:g} for the compiler",
-            f"{budgets[-1]:g} while layers run; {saved / self.layer_tokens:,.0f} of "
-            f"{everything / self.layer_tokens:,.0f} bytes a token and layer of the probe kept",
+            f"{budgets[-1]:g} while layers run; {saved / len(self.layers):,.0f} of "
+            f"{everything / len(self.layers):,.0f} bytes a token and layer kept",
             budgets[-1] == self.plan.budget,
         )
 
-    def _measure_bytes(self) -> tuple[int, int, int, bool]:
-        """Returns the bytes saved without compiled code, the bytes of one layer's arguments, the bytes saved with the
-        model's compiled code, and whether all layers are one graph."""
+    def _measure_bytes(self, first_pass: FirstPass | None) -> tuple[float, float, float, bool]:
+        """Returns the bytes a token that are saved without compiled code, that one layer's arguments have, and that
+        are saved with the model's compiled code, and whether all layers are one graph. Compiled code runs
+        `first_pass`; without it, the probe."""
         with torch.compiler.set_stance("force_eager"):
-            everything, arguments = saved_bytes(self.model, self.layers, self.tokens, self.forward)
+            everything, arguments = saved_bytes(self.model, self.layers, (1, self.tokens), self.forward)
         decoder = backbone(self.model)
         one_graph = "forward" in vars(decoder)  # techniques.compile.scope=model: no hook can stand between its layers
-        saved, _ = saved_bytes(self.model, [decoder] if one_graph else self.layers, self.tokens, self.forward)
-        return everything, arguments, saved, one_graph
+        run, rows, length = first_pass or FirstPass(self.forward, 1, self.tokens)
+        saved, given = saved_bytes(self.model, [decoder] if one_graph else self.layers, (rows, length), run)
+        return everything, arguments if one_graph else given, saved, one_graph
 
     def _offloaded(self) -> Iterator[Evidence]:
         senders, sent, fetched, size = sum(self.sending), 0, 0, 0
@@ -330,11 +337,15 @@ class Counts(upstream.TorchDispatchMode):
         return result
 
 
-def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: Callable[[], Any]) -> tuple[int, int]:
-    """Returns the bytes that autograd saves in the forward pass of `layers`, compiled or not, and the bytes of one
-    layer's arguments. Only tensors with an axis of `tokens` count, and no parameters. A tensor that several layers
-    save counts once.
+def saved_bytes(
+    model: nn.Module, layers: list[nn.Module], shape: Sequence[int], forward: Callable[[], Any]
+) -> tuple[float, float]:
+    """Returns the bytes a token that autograd saves in the forward pass of `layers`, compiled or not, and the bytes a
+    token of one layer's arguments. `shape`: (rows, length) of the pass. Only tensors with an axis of tokens count, and
+    no parameters. A tensor that several layers save counts once.
     """
+    tokens = math.prod(shape)
+    axes = {tokens, shape[1]}
     weights = set(_addresses(model))
     sizes: dict[int, int] = {}
     inside: list[nn.Module] = []
@@ -342,7 +353,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if inside and tokens in tensor.shape and address not in weights:
+        if inside and not axes.isdisjoint(tensor.shape) and address not in weights:
             sizes[address] = max(sizes.get(address, 0), _bytes_of([tensor]))
         # An operator that saves its own result would otherwise be part of a reference cycle. Python cannot collect
         # this cycle, so the graph, its checkpoints and the model would stay in memory.
@@ -359,7 +370,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
     with hooked(hooks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()  # the result lives until here, so that no address is used twice
         del result
-    return sum(sizes.values()), arguments
+    return sum(sizes.values()) / tokens, arguments / tokens
 
 
 def _addresses(module: nn.Module) -> Iterator[int]:

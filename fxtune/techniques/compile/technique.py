@@ -50,7 +50,7 @@ from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
 from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, outputs, skeleton, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, in_mode, outputs, skeleton, without_dropout
 from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.system.machine.facts import c_compiler
 from fxtune.techniques.attention import recurrent, vision_encoder
@@ -203,7 +203,7 @@ class Compile(CompileOptions, Technique):
         torch.compiler.reset()
         self._monitor = self._new_monitor()
         self._monitor.start()
-        lengths = MAX_LENGTHS + 1  # one more for the probe's length
+        lengths = MAX_LENGTHS + 1  # one more for the length of a small row in verify()
         limit = lengths * (MAX_RECOMPILES + 1) + 1  # so high that MAX_RECOMPILES fails before torch's own limit
         upstream.raise_recompile_limit(limit)
         by_layer = self.scope is Scope.layers
@@ -246,17 +246,19 @@ class Compile(CompileOptions, Technique):
         Raises UnavailableError if the compiler fails. Only a run of the model's code shows what it cannot compile.
         """
         try:
-            yield from self._observe(model.module, probe)
+            yield from self._observe(model, probe)
         except (ConfigError, upstream.compiler_error()) as error:
             raise UnavailableError(str(error)) from error
 
-    def _observe(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def _observe(self, prepared: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        model = prepared.module
+        run = prepared.first_pass.run if prepared.first_pass else partial(outputs, model, **probe)
         evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
         with without_dropout(model), torch.enable_grad():
             # reduce_overhead needs two passes before the counted one: the second records CUDA graphs.
-            entries, new_graphs = _entries(lambda: outputs(model, **probe), 1 + records)
+            entries, new_graphs = _entries(run, 1 + records)
         runs = f"{parts} layers run" if by_layer else "the decoder runs"
         yield evidence(
             f"{runs} compiled code, without compiling again",
@@ -286,7 +288,7 @@ class Compile(CompileOptions, Technique):
             if not (example := known.probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
         images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
-        with without_dropout(model), torch.enable_grad():
+        with in_mode(model, training=True), torch.enable_grad():
             entries, new_graphs = _entries(lambda: known.features(model, images), 1)
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"
         return Evidence("compile", asked, seen, entries >= layers and new_graphs == 0)

@@ -30,8 +30,8 @@ from fxtune.kernels.matmul import CUTE
 from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.mixers import gates_note
 from fxtune.models.peft_adapter import load_adapter, require_same_options
-from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
-from fxtune.models.probe import probe_logits, relative_distance
+from fxtune.models.prepared import Fusion, PreparedModel
+from fxtune.models.probe import Answer, probe_logits, relative_distance
 from fxtune.models.structure import (
     base_dtype,
     is_adapter,
@@ -140,7 +140,7 @@ class Lora(LoraOptions, Technique):
             before = probe_logits(base)
         targets.leave_unused(base, chosen, world.device)
         model.targets = chosen
-        model.base_answer = None if before.is_meta else BaseAnswer.of(base, before)
+        model.base_answer = None if before.is_meta else Answer.of(base, before, relative_distance)
         try:
             adapted = targets.add_adapters(base, chosen, self, self.token_ids, world.device, model.base_revision)
         except ValueError as error:
@@ -264,8 +264,8 @@ class Lora(LoraOptions, Technique):
             return
         if model.base_answer is None:  # the base had no weights yet when it got its adapters
             with adapted.disable_adapter():
-                model.base_answer = BaseAnswer.of(adapted, probe_logits(adapted))
-        before, noise = model.base_answer
+                model.base_answer = Answer.of(adapted, None, relative_distance)
+        before, noise = model.base_answer.logits, model.base_answer.noise
         shift = relative_distance(probe_logits(adapted), before)
         # B = 0 adds exactly nothing, but a fused operator and each of its tiles (mlp_tiles) round differently. Grouped
         # experts compute in the dtype of their weights, so they differ from code that uses autocast (Beam's).

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import plan_evaluation
@@ -36,6 +35,7 @@ from fxtune.data.batches.loader import Loader, LoaderConfig
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.chunks import local
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.objectives.language_model import LanguageModel
@@ -263,10 +263,10 @@ def weights_checksum(model: nn.Module, trained: bool = False) -> str:
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     tensors = [(name, tensor) for name, tensor in tensors if tensor.requires_grad or not trained]
     for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        data = local.detach().contiguous().flatten().view(torch.uint8)
+        chunk = local(tensor)
+        data = chunk.contiguous().flatten().view(torch.uint8)
         words = nn.functional.pad(data, (0, -len(data) % (4 * COLUMNS))).view(torch.int32)
         sums = words.view(-1, COLUMNS).sum(0, dtype=torch.int64)
-        found.update(f"{name} {tuple(local.shape)} {local.dtype}".encode())
+        found.update(f"{name} {tuple(chunk.shape)} {chunk.dtype}".encode())
         found.update(sums.cpu().numpy().tobytes())
     return found.hexdigest()

@@ -7,8 +7,10 @@ Tests that are not about the generated code use `quick`, which skips the slow la
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from support.compiled import compiled, learn, row
 from support.decoder_sizes import decoder_sizes
 from support.runs import history
 
+from fxtune.data.batches.loader import Loader
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
@@ -34,6 +37,7 @@ from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
 
 PACKED = Facts(packing=True)
 ONE = {"num_hidden_layers": 1}
@@ -129,12 +133,50 @@ def test_run_prints_and_writes_the_compile_report(small, cwd, capsys, quick):
     (folder,) = (cwd / "runs").iterdir()
     kept = json.loads((folder / "compile.json").read_text())
     assert kept["breaks"] == []
-    assert set(kept["lengths"]) == {"1x24", "2x64"}, "the probe's row, and all others"
+    assert set(kept["lengths"]) == {"2x64"}, "the proof has the run's rows, too"
     assert any("grad_mode" in reason for reason in kept["recompiles"]), "evaluation is in it"
     told = [line for line in capsys.readouterr().out.splitlines() if "compiled by layer" in line]
     assert len(told) == 2, "after the first steps and after the first evaluation"
     logged = [line for line in history(folder) if "compile/graphs" in line]
     assert [line["compile/graph_breaks"] for line in logged] == [0, 0]
+
+
+def prepared_run(config):
+    """A run up to its first step: its builder, plan and model. Dropout of adapters is on."""
+    config.data.packing, config.data.sequence_length, config.train.micro_batch_size = True, 64, 2
+    config.techniques.compile.enabled, config.techniques.lora.dropout = True, 0.1
+    builder = RunBuilder(config)
+    plan = builder.read()[1].training
+    model, evidence = builder.proven_model(plan)
+    assert "compile" in {one.technique for one in evidence}
+    return builder, plan, model
+
+
+def take_steps(builder, plan, model):
+    train_step = builder.train_step(model, builder.config.objective)
+    model.model.train()
+    with closing(Loader(builder.own(plan), builder.config.loader, builder.world.device)) as loader:
+        for step in itertools.islice(loader.steps(), 2):
+            train_step(plan, step, 1e-3)
+
+
+@pytest.mark.parametrize("policy", [Policy.none, Policy.selective, Policy.full])
+def test_steps_run_the_graphs_that_the_proof_compiled(policy, narrow, quick):
+    narrow.techniques.checkpointing = Checkpointing(enabled=True, policy=policy)
+    builder, plan, model = prepared_run(narrow)
+    compiled = builder.techniques.compile.report()
+    assert set(compiled.lengths) == {"2x64"}
+    take_steps(builder, plan, model)
+    assert builder.techniques.compile.report().graphs == compiled.graphs > 0
+
+
+def test_proof_of_rows_that_do_not_fit_tries_a_small_row(narrow, quick, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(LanguageModel, "states", no_memory)
+    builder, *_ = prepared_run(narrow)
+    assert set(builder.techniques.compile.report().lengths) == {"1x24"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,64 @@
+"""Keeps evidence that depends on no weight, so that later starts of the same recipe need not observe it again.
+
+Which operators run, which documents they keep apart and what layers save for the backward pass follows from the code,
+the packages, the card and the options. If one of these changes, the techniques in KEPT are observed again, as they are
+in each `fxtune verify`. Proofs of values (the loss, adapters, quantized weights, experts) run in each start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from fxtune.config.root import Config
+from fxtune.facts.run import Facts
+from fxtune.system.files import code_digest
+from fxtune.system.files.atomic_files import add_cached, read_cached
+from fxtune.system.machine.host import cache_home
+from fxtune.techniques.base import Evidence
+from fxtune.techniques.package_checks import environment_digest
+from fxtune.techniques.pipeline import Pipeline
+
+KEPT = ("attention", "checkpointing")
+"""The techniques whose evidence is kept."""
+
+
+def proof_file(config: Config, hf_config: Any, facts: Facts, techniques: Pipeline) -> Path | None:
+    """The file of the evidence for these decisions. None on a CPU, whose proofs are short, and for a model with
+    its own code, which may change."""
+    if facts.device != "cuda" or config.model.trust_remote_code:
+        return None
+    decided = techniques.options(), facts.dtype, facts.packing, facts.deterministic, asdict(facts.degrees)
+    rows = facts.micro_batch_size, facts.row_length, facts.image_features, facts.shares_prompts
+    code = environment_digest(facts.device_name), code_digest.digest(), config.plugins()
+    everything = decided, rows, code, config.objective.name, hf_config.to_dict()
+    text = json.dumps(everything, sort_keys=True, default=str)
+    return cache_home() / "proofs" / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
+
+
+def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
+    """The kept evidence of each technique, with the time of its observation. Empty without a file or if it is
+    damaged."""
+    kept = dict[str, list[Evidence]]()
+    try:
+        found = read_cached(file) if file else {}
+        for seen in (Evidence(**values) for values in found.get("evidence", ())):
+            if seen.technique not in KEPT or seen.acted is not True:
+                return {}
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found["at"]))
+            kept.setdefault(seen.technique, []).append(replace(seen, observed=f"{seen.observed} (kept from {since})"))
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
+        return {}
+    return kept
+
+
+def keep(file: Path | None, seen: Iterable[Evidence]) -> None:
+    """Write the evidence of the techniques in KEPT, if all of it acted."""
+    found = [asdict(one) for one in seen if one.technique in KEPT]
+    if file and found and all(one["acted"] for one in found):
+        add_cached(file, {"at": time.time(), "evidence": found})

@@ -18,7 +18,7 @@ from typing import Any
 from fxtune.config.root import Config
 from fxtune.facts.run import Facts
 from fxtune.system.files import code_digest
-from fxtune.system.files.atomic_files import add_cached, read_cached
+from fxtune.system.files.atomic_files import add_cached, json_or_empty
 from fxtune.system.machine.host import cache_home
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.package_checks import environment_digest
@@ -46,7 +46,7 @@ def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
     damaged."""
     kept = dict[str, list[Evidence]]()
     try:
-        found = read_cached(file) if file else {}
+        found = json_or_empty(file) if file else {}
         for seen in (Evidence(**values) for values in found.get("evidence", ())):
             if seen.technique not in KEPT or seen.acted is not True:
                 return {}

@@ -43,8 +43,8 @@ class HostMoments:
         """Memory of the device, flat uint8, each with space for the moments of the largest weight."""
         self.turn = 0
         """The slot that was filled last."""
-        self.emptied: list[Any] = [None] * SLOTS
-        """For each slot the event after which its moments are on the host."""
+        self.left: Any = None
+        """The event of the last copy to the host."""
         self.filled: dict[torch.optim.Optimizer, tuple[int, Any]] = {}
         """The slot of each part whose moments are on the way to the device, and the event of their arrival."""
         self.next: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
@@ -55,11 +55,11 @@ class HostMoments:
     def on_device(self, part: torch.optim.Optimizer) -> Iterator[None]:
         """Let the body update `part`, whose moments are on the device meanwhile. Raises MemoryShortError if the host
         cannot pin memory for them."""
-        if part not in self.moments and part.state:  # of a checkpoint
+        if part not in self.moments and any(part.state.values()):  # of a checkpoint
             self._take(part)
         if not self.moments.get(part):
             yield
-            if part not in self.moments and part.state:
+            if part not in self.moments and any(part.state.values()):
                 self._take(part)
             return
         if self.last is not None:
@@ -68,25 +68,25 @@ class HostMoments:
         slot, arrived = self.filled.pop(part) if part in self.filled else self._fetch(part)
         self.filled.clear()  # the slot of a part that was expected, and did not come, is filled anew
         views, (state,) = self._views(part, slot), part.state.values()
-        state.update(views)
         if (following := self.next.get(part, part)) is not part and following in self.moments:
             self.filled[following] = self._fetch(following)
         self._wait(arrived)
         try:
+            state.update(views)
             yield
             updated = None if self.leaving is None else torch.cuda.current_stream(self.device).record_event()
             with self._on(self.leaving):
                 self._wait(updated)
                 for key, kept in self.moments[part].items():
                     kept.copy_(views[key], non_blocking=True)
-                self.emptied[slot] = self._event(self.leaving)
+                self.left = self._event(self.leaving)
         finally:
             state.update(self.moments[part])
 
     def settle(self) -> None:
         """Wait until all moments are on the host. Call this before they are read."""
         if self.leaving is not None:
-            self.leaving.synchronize()
+            torch.cuda.synchronize(self.device)
 
     def forget(self) -> None:
         """Release the memory of all moments. Call this before a checkpoint replaces them."""
@@ -120,29 +120,31 @@ class HostMoments:
 
     def _fetch(self, part: torch.optim.Optimizer) -> tuple[int, Any]:
         """Start to copy the moments of `part` to the next slot. Returns the slot and the event of their arrival."""
-        self._require(sum(kept.nbytes for kept in self.moments[part].values()))
+        self._require(sum(map(_space, self.moments[part].values())))
         slot = self.turn = (self.turn + 1) % SLOTS
         with self._on(self.arriving):
-            self._wait(self.emptied[slot])
+            self._wait(self.left)  # the slot is empty, and the host has the moments of the last update
             for key, view in self._views(part, slot).items():
                 view.copy_(self.moments[part][key], non_blocking=True)
             return slot, self._event(self.arriving)
 
     def _require(self, size: int) -> None:
         """Make the slots at least `size` bytes large. The first step has no slots, so the second step makes them for
-        the largest weight."""
+        the largest weight. Kernels that are still queued may use the memory of new slots, and copies the old slots. So
+        the host waits for both."""
         if not self.slots or self.slots[0].numel() < size:
-            self.settle()
             self.filled.clear()
-            largest = max(sum(kept.nbytes for kept in moments.values()) for moments in self.moments.values())
-            self.slots = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+            largest = max(sum(map(_space, moments.values())) for moments in self.moments.values())
+            made = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+            self.settle()
+            self.slots = made
 
     def _views(self, part: torch.optim.Optimizer, slot: int) -> dict[str, torch.Tensor]:
         """The places in a slot for the moments of `part`."""
         views, at = dict[str, torch.Tensor](), 0
         for key, kept in self.moments[part].items():
             views[key] = self.slots[slot][at : at + kept.nbytes].view(kept.dtype).view(kept.shape)
-            at += kept.nbytes
+            at += _space(kept)
         return views
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -155,3 +157,8 @@ class HostMoments:
         """Let the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
+
+
+def _space(moment: torch.Tensor) -> int:
+    """Bytes in a slot. Compiled updates want each tensor to begin at a multiple of 16 bytes."""
+    return -(-moment.nbytes // 256) * 256

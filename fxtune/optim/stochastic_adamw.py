@@ -33,8 +33,8 @@ GOLDEN = 0x9E3779B1 - (1 << 32)
 
 
 def random_bits(like: torch.Tensor, key: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield three int32 tensors of the shape of `like`, evenly distributed in 0 to 65,535 and independent of each
-    other. `key`: an int32 scalar on the device of `like`; another key gives other bits."""
+    """Yield three int32 tensors of the shape of `like`, evenly distributed in 0 to 65,535. Each two of them are
+    independent. `key`: an int32 scalar on the device of `like`; another key gives other bits."""
     place = torch.arange(like.numel(), device=like.device).to(torch.int32).view(like.shape)
     bits = _hash(place * GOLDEN + key)
     yield bits & 0xFFFF

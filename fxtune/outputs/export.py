@@ -2,14 +2,13 @@
 
 outputs/targets has a file for each target. A target first refuses what it cannot serve, before weights are read. Then
 it writes its files and names the command that serves them. prove() compares the server's answers with plain
-transformers (targets/served.py). The figures go to result.json of a
-finished run, for the report, and to the model card.
+transformers (targets/served.py). The figures go to the model card and, for a finished run, to result.json, which the
+report reads.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fxtune.checkpoint.folder import step_of
 from fxtune.checkpoint.run_folder import RESULT
@@ -66,12 +65,13 @@ def export(
     source = Source(name, trust_remote_code)
     source.require_writes(to)
     target = TARGETS[to](source, options, Path(folder) if folder is not None else None)
-    result = RunFiles(source.run).result if source.run is not None else {}
+    if source.run is not None:
+        _ = RunFiles(source.run).result  # an unreadable file is an error before the export
     target.check()
     done = target.write()
     done.notes = target.notes
     prove(source, target, done)
-    _record(source, to, done, result)
+    _record(source, to, done)
     return done
 
 
@@ -94,18 +94,18 @@ def prove(source: Source, target: Target, done: Exported) -> None:
             done.problems.append(f"{file.name}: the server failed")
 
 
-def _record(source: Source, to: str, done: Exported, result: dict[str, Any]) -> None:
+def _record(source: Source, to: str, done: Exported) -> None:
     """Write the proofs to result.json of a finished run, and to the model card. Raises StorageError."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     command = done.command.replace(f"{done.folder}/", "")  # other machines have other folders
     card = done.folder / "README.md"
     try:
-        if source.run is not None and result:
+        if source.run is not None and (result := RunFiles(source.run).result):
             proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
             replace_text(source.run / RESULT, as_json(result | {EXPORTS: result.get(EXPORTS, {}) | proofs}))
-        if source.run is None and to == "vllm":
-            return  # the folder may be the hub's cache
+        if source.run is None and done.folder == (source.adapter or source).origin.folder:
+            return  # the hub's cache, or a folder of another tool
         text = card.read_text("utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
         served = f"{SERVED}\n\n`{command}`\n\nThe server's answers beside plain transformers:\n\n{table}\n"
         replace_text(card, f"{text.partition(SERVED)[0].rstrip()}\n\n{served}")

@@ -145,7 +145,7 @@ class Steps:
         self.world.heartbeat.doing(FORWARD_BACKWARD, index + 1)
         report.waited += step.wait_seconds
         name = f"Step {index + 1:,} of {self.plan.steps:,}"
-        name += ", compiling" if first and self.builder.techniques.compile.enabled else ""
+        name += ", which also compiles" if first and self.builder.techniques.compile.enabled else ""
         counted = phase(name, plan.micro_batches(index) // self.world.data_ranks, MICRO_BATCHES, announce=first)
         # Interruptible, because nothing has changed yet and compiling can take minutes.
         signals = interruptible(self.world)

@@ -509,8 +509,8 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         words += ["--plugin", str(ROOT / "scripts" / "bench" / "given_rollouts.py")]
     with baselines.circumstances(visible_cards(args.gpus)) as made:
         found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
-    if "error" in found:
-        return found
+    if "error" in found or found["loss"] is None:
+        return {**made, "error": found.get("error", "the loss is not finite")}
     if args.profile:
         show_kernels(found["kernels"])
     kept = (
@@ -677,7 +677,7 @@ def run_variant(
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1] if lines else done.returncode
         why = DOES_NOT_FIT if "out of memory" in done.stderr else f"failed: {last}"[:300]
-        found = {"error": why, "log": str(log)}
+        found = {**made, "error": why, "log": str(log)}
     if store and found.get("error") in (None, DOES_NOT_FIT):
         store.write_text(json.dumps({**known, key: found}, indent=1))
     return found

@@ -32,7 +32,7 @@ def test_stopped_gpu_run_saves_and_resumes(tmp_path, graphs):
 
     with Processes() as processes:
         compiling = processes.start(words, tmp_path)
-        assert compiling.until("compiling"), log.read_text()[-3000:]
+        assert compiling.until("compiles"), log.read_text()[-3000:]
         assert "ended before" in stop(processes.process, signal.SIGTERM)
     steps = 0
     for how in (signal.SIGUSR1, signal.SIGTERM):

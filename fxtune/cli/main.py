@@ -29,7 +29,6 @@ from fxtune.config import discovery
 from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, process_rank
 from fxtune.errors import ConfigError, Ended, Stopped, StorageError, UserError, did_you_mean
-from fxtune.system.machine.driver import start_driver
 from fxtune.system.machine.host import process_age
 from fxtune.system.machine.packages import installed_version
 from fxtune.system.process.signals import SIGNALS
@@ -318,8 +317,6 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
         return
     from fxtune.system.terminal import progress
 
-    if command.ranks and not (options.cfg or options.info):
-        start_driver()
     # A recipe may set the display, too, but no recipe is read before the libraries are loaded.
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
     with progress.shown("none" if options.cfg or options.info or process_rank().rank else (typed or ["auto"])[-1]):

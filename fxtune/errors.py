@@ -185,7 +185,7 @@ _REMEDIES = {
     errno.EACCES: "Mend its permissions",
     errno.EPERM: "Mend its permissions",
     errno.EROFS: "The disk can only be read: make it writable",
-    errno.ENOENT: "Something else has removed the folder meanwhile: give the same command again",
+    errno.ENOENT: "Make the folder, and give the same command again",
 }
 
 

@@ -54,7 +54,9 @@ def inspect_folder(folder: Path, source: str) -> None:
     `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for content that
     no model needs, StorageError for a file that cannot be read.
     """
-    with readable(f"{source}: {folder} cannot be read", "Change its permissions, or use another copy."):
+    with readable(
+        f"{source}: {folder} cannot be read", "Change its permissions if they forbid it, or use another copy."
+    ):
         folders = [place for place in (folder, folder / TEMPLATE_FOLDER) if place.is_dir()]
         for file in sorted(file for place in folders for file in place.iterdir()):
             if file.suffix in READ_ENDINGS:

@@ -50,9 +50,8 @@ class _Metrics:
 def as_written(*folders: Path) -> AbstractContextManager[None]:
     """In the body, a value in the files that fxtune would not have written raises StorageError."""
     named = ", ".join(map(str, folders))
-    return readable(
-        f"The files in {named} hold something that fxtune does not write there", "Bring them back as they were."
-    )
+    what = f"The files in {named} cannot be read, or hold something that fxtune does not write there"
+    return readable(what, "Bring them back as they were.")
 
 
 class RunFiles:

@@ -256,7 +256,7 @@ class Pipeline(Techniques):
         with self.precision.context(device):
             seen: list[Evidence] = []
             for name, technique in self.enabled():
-                with acting(name, f"Trying the techniques on a small row: {name}"):
+                with acting(name, f"Trying the techniques: {name}"):
                     seen += kept[name] if name in kept else technique.verify(model, probe)
             return seen
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.config.root import Config
+from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
@@ -53,7 +54,7 @@ from fxtune.system.process.determinism import (
     reset_process,
     use_deterministic_kernels,
 )
-from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory, out_of_memory_reason
+from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory, free_cached_memory, out_of_memory_reason
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques import divided_weights
@@ -388,22 +389,24 @@ class RunBuilder:
         seen = f"{loss.item():.4g} for a micro-batch; metrics: {', '.join(metrics) or 'none'}"
         return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]
 
-    @phase("Trying the techniques on a small row", part="proofs")
+    @phase("Trying the techniques", part="proofs")
     def observe(self, model: LanguageModel, plan: Plan | None = None, anew: bool = False) -> list[Evidence]:
         """Collect evidence of every technique and of the loss on `model`, which build() made. `plan`: its first
         micro-batch is compiled, so that the first step need not compile its forward pass. None: a small row is
         compiled. `anew`: take no evidence of earlier starts (kept_proofs.py)."""
-        with self.oom_context("Trying the techniques on a small row"):
+        with self.oom_context("Trying the techniques"):
             probe = make_probe(model.model, self.facts.packing)
             file = kept_proofs.proof_file(self.config, self.hf_config, self.facts, self.techniques)
-            kept = {} if anew else self.world.from_main(lambda: kept_proofs.read_kept(file), "reading kept evidence")
+            kept = {} if anew else kept_proofs.read_kept(file)
             verify = partial(self.techniques.verify, model.prepared, probe, kept)
             model.prepared.first_pass = first = self._first_pass(model, plan)
-            # A step that does not fit will be repeated with fewer rows. Ranks that share a pass cannot go on alone.
-            seen = catch_out_of_memory(verify) if first and not self.world.shares else verify()
+            seen = catch_out_of_memory(verify) if first else verify()
             model.prepared.first_pass = None
-            seen = verify() if isinstance(seen, MemoryExhausted) else seen
-            if self.world.main and not kept:
+            if isinstance(seen, MemoryExhausted):  # then the small row is compiled, and training halves its rows
+                self.techniques.compile.drop()
+                free_cached_memory(self.world.device)
+                seen = verify()
+            if not kept:
                 kept_proofs.keep(file, seen)
             observed = [*seen, *model.evidence]
             if self.facts.device == "cuda":
@@ -427,11 +430,16 @@ class RunBuilder:
             return observed
 
     def _first_pass(self, model: LanguageModel, plan: Plan | None) -> FirstPass | None:
-        """The pass over this rank's first micro-batch of `plan`; None if nothing is compiled, or if the steps have no
-        rows yet."""
-        if plan is None or not self.techniques.compile.enabled or self.config.objective.needs.rollouts:
+        """The pass over this rank's first micro-batch of `plan`. None if nothing is compiled, if the steps have no
+        rows yet, or if ranks share weights or rows: they must run the same passes, and a pass may not fit on one rank.
+        """
+        rollouts = self.config.objective.needs.rollouts
+        if plan is None or not self.techniques.compile.enabled or rollouts or self.world.shares:
             return None
-        batch = self.own(plan).batch(0, 0).to(self.world.device)
+        try:
+            batch = self.own(plan).batch(0, 0).to(self.world.device)
+        except LostImageError:
+            return None  # the first step names the row
 
         def run() -> torch.Tensor:
             with in_mode(model.model, training=True), torch.enable_grad():

@@ -1,13 +1,16 @@
-"""Keeps evidence that depends on no weight, so that later starts of the same recipe need not observe it again.
+"""Keeps evidence of earlier starts, so that later starts of the same recipe need not observe it again.
 
-Which operators run, which documents they keep apart and what layers save for the backward pass follows from the code,
-the packages, the card and the options. If one of these changes, the techniques in KEPT are observed again, as they are
-in each `fxtune verify`. Proofs of values (the loss, adapters, quantized weights, experts) run in each start.
+Which operators run, which documents they keep apart and what layers save for the backward pass follows from the
+model, the options, the code, the packages and the card. If one of these changes, the techniques in KEPT are observed
+again, as they are in each `fxtune verify`. Proofs of values (the loss, adapters, quantized weights, experts) run in
+each start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -26,17 +29,23 @@ from fxtune.techniques.pipeline import Pipeline
 
 KEPT = ("attention", "checkpointing")
 """The techniques whose evidence is kept."""
+VARIABLES = ("TORCH", "PYTORCH", "FLASH_", "FLA_", "TRITON_", "USE_HUB_KERNELS")
+"""Beginnings of the names of environment variables that choose kernels."""
 
 
 def proof_file(config: Config, hf_config: Any, facts: Facts, techniques: Pipeline) -> Path | None:
-    """The file of the evidence for these decisions. None on a CPU, whose proofs are short, and for a model with
-    its own code, which may change."""
-    if facts.device != "cuda" or config.model.trust_remote_code:
+    """The file of the evidence for these decisions. None on a CPU, whose proofs are short; for a model with its own
+    code, which may change; for images, whose evidence depends on the weights; and with several ranks, whose machines
+    may differ."""
+    depends = config.model.trust_remote_code or facts.reads_images or facts.degrees.ranks > 1
+    if facts.device != "cuda" or depends:
         return None
-    decided = techniques.options(), facts.dtype, facts.packing, facts.deterministic, asdict(facts.degrees)
+    decided = techniques.options(), facts.dtype, facts.packing, facts.deterministic
     rows = facts.micro_batch_size, facts.row_length, facts.image_features, facts.shares_prompts
     code = environment_digest(facts.device_name), code_digest.digest(), config.plugins()
-    everything = decided, rows, code, config.objective.name, hf_config.to_dict()
+    named = config.model.path, config.model.revision, config.model.init.value, config.objective.name
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
+    everything = decided, rows, code, named, hf_config.to_dict(), variables
     text = json.dumps(everything, sort_keys=True, default=str)
     return cache_home() / "proofs" / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
@@ -52,13 +61,16 @@ def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
                 return {}
             since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found["at"]))
             kept.setdefault(seen.technique, []).append(replace(seen, observed=f"{seen.observed} (kept from {since})"))
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, OverflowError):
         return {}
     return kept
 
 
 def keep(file: Path | None, seen: Iterable[Evidence]) -> None:
-    """Write the evidence of the techniques in KEPT, if all of it acted."""
+    """Write the evidence of the techniques in KEPT if all of it acted; else remove earlier evidence."""
     found = [asdict(one) for one in seen if one.technique in KEPT]
     if file and found and all(one["acted"] for one in found):
         add_cached(file, {"at": time.time(), "evidence": found})
+    elif file and found:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = [
     *("Loading the libraries", "Checking the recipe", "Reading the data", "Tokenizing", "Building the model"),
-    *("Trying the loss on a small row", "Trying the techniques on a small row", "Making the optimizer"),
+    *("Trying the loss on a small row", "Trying the techniques", "Making the optimizer"),
     *("Asking 2 questions", "Step 1 of 2", "Exporting the adapter"),
 ]
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -5,6 +5,7 @@ import pytest
 from support.architectures import facts_of, random_model
 
 from fxtune.config.root import Config
+from fxtune.distributed.parallel import Degrees
 from fxtune.models.load import load_config
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.pipeline import Pipeline
@@ -25,7 +26,7 @@ def file_of(techniques=None, config=None, **facts):
     return proof_file(config or Config(model=MODEL), load_config(MODEL), found, techniques or Pipeline())
 
 
-def test_evidence_that_depends_on_no_weight_is_kept_and_says_since_when():
+def test_evidence_is_kept_and_says_since_when():
     keep(file_of(), SEEN)
     assert [*read_kept(file_of())] == ["attention"]
     (seen,) = read_kept(file_of())["attention"]
@@ -47,8 +48,23 @@ def test_nothing_is_kept_of_a_model_with_its_own_code_nor_on_a_cpu():
     assert read_kept(None) == {}
 
 
-def test_evidence_that_did_not_act_is_not_kept():
-    keep(file_of(), [*SEEN, replace(SEEN[0], acted=False)])
+def test_nothing_is_kept_of_a_model_that_reads_images_nor_with_several_ranks():
+    assert file_of(reads_images=True) is None
+    assert file_of(degrees=Degrees(replicate=2)) is None
+
+
+def test_variables_that_choose_kernels_count(monkeypatch):
+    before = file_of()
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_ENABLED", "1")
+    assert file_of() != before
+
+
+def test_evidence_that_did_not_act_is_not_kept_and_removes_what_was():
+    for _ in range(2):
+        keep(file_of(), [*SEEN, replace(SEEN[0], acted=False)])
+        assert read_kept(file_of()) == {}
+        keep(file_of(), SEEN)
+    keep(file_of(), [replace(SEEN[0], acted=False)])
     assert read_kept(file_of()) == {}
 
 
@@ -56,7 +72,16 @@ OTHERS = json.dumps({"at": 0, "evidence": [asdict(SEEN[1])]})
 
 
 @pytest.mark.parametrize(
-    "damage", [OTHERS, "", "[]", "{", json.dumps({"at": "now", "evidence": [{}]}), '{"evidence": 3}']
+    "damage",
+    [
+        OTHERS,
+        "",
+        "[]",
+        "{",
+        json.dumps({"at": "now", "evidence": [{}]}),
+        json.dumps({"at": 1e17, "evidence": [asdict(SEEN[0])]}),
+        '{"evidence": 3}',
+    ],
 )
 def test_a_damaged_file_counts_as_none(damage):
     keep(file_of(), SEEN)

@@ -71,14 +71,18 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process that can import this fxtune, as the leader of a process group. The caller must end the process;
     if the calling thread dies first, Linux kills the process. `environment`: variables to add to this process's
-    variables. `foreign`: the process belongs to another
-    environment, so it gets no path to fxtune and is no rank of this run."""
+    variables. `foreign`: the process belongs to another environment, so it gets no path to fxtune or to fxtune's
+    compiled files, and is no rank of this run."""
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     # `python -m` and `-c` search the working directory first: a numbers.py among a user's files must not be imported.
     own_variables = {"PYTHONPATH": "" if foreign else path, "PYTHONSAFEPATH": "1"}
-    given = {name: value for name, value in os.environ.items() if not (foreign and name.startswith(RANKS))}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if not (foreign and name.startswith((*RANKS, "PYTHONPYCACHEPREFIX")))
+    }
     return subprocess.Popen(
         [*_die_with_parent(), *command],
         start_new_session=True,

@@ -170,8 +170,7 @@ class Proof:
         )
 
     def _budget_in_force(self) -> Evidence:
-        """Check the compiler's budget while layers run. The probe's row is short and weights dominate, so the bytes
-        prove little."""
+        """Check the compiler's budget while layers run. In a short row weights dominate, so the bytes prove little."""
         everything, _, saved, one_graph = self._measure_bytes(self.first_pass)
         budgets: list[float] = []
         observed = backbone(self.model) if one_graph else self.layers[0]
@@ -194,8 +193,8 @@ class Proof:
         decoder = backbone(self.model)
         one_graph = "forward" in vars(decoder)  # techniques.compile.scope=model: no hook can stand between its layers
         run, rows, length = first_pass or FirstPass(self.forward, 1, self.tokens)
-        saved, given = saved_bytes(self.model, [decoder] if one_graph else self.layers, (rows, length), run)
-        return everything, arguments if one_graph else given, saved, one_graph
+        saved, _ = saved_bytes(self.model, [decoder] if one_graph else self.layers, (rows, length), run)
+        return everything, arguments, saved, one_graph
 
     def _offloaded(self) -> Iterator[Evidence]:
         senders, sent, fetched, size = sum(self.sending), 0, 0, 0

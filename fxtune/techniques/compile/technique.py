@@ -53,6 +53,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, in_mode, outputs, skeleton, without_dropout
 from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.system.machine.facts import c_compiler
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
@@ -248,6 +249,8 @@ class Compile(CompileOptions, Technique):
         try:
             yield from self._observe(model, probe)
         except (ConfigError, upstream.compiler_error()) as error:
+            if out_of_memory_reason(error):
+                raise
             raise UnavailableError(str(error)) from error
 
     def _observe(self, prepared: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:

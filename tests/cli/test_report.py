@@ -29,4 +29,4 @@ def test_a_mistake_is_one_message(cwd, capsys):
     assert "is no run of fxtune" in capsys.readouterr().err
     record(cwd / "run")
     assert main(["report", "run", "--output", "no/folder/x.html"]) == 6
-    assert "Name another file." in capsys.readouterr().err
+    assert "or name another file." in capsys.readouterr().err

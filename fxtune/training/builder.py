@@ -79,6 +79,8 @@ from fxtune.training.step import TrainStep
 CHANGE_NUMBERS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change numbers of a frozen model by more than rounding."""
 DETERMINISTIC = "run.deterministic"
+LONGEST_PASS = 1 << 15
+"""Proofs run a pass over so many tokens at most, three times: about the seconds of compiling a layer again."""
 
 
 class RunBuilder:
@@ -431,10 +433,11 @@ class RunBuilder:
 
     def _first_pass(self, model: LanguageModel, plan: Plan | None) -> FirstPass | None:
         """The pass over this rank's first micro-batch of `plan`. None if nothing is compiled, if the steps have no
-        rows yet, or if ranks share weights or rows: they must run the same passes, and a pass may not fit on one rank.
-        """
-        rollouts = self.config.objective.needs.rollouts
-        if plan is None or not self.techniques.compile.enabled or rollouts or self.world.shares:
+        rows yet, if the pass takes longer than compiling again or sends tensors to the host, or if ranks share weights
+        or rows: they must run the same passes, and a pass may not fit on one rank."""
+        if plan is None or not self.techniques.compile.enabled or self.config.objective.needs.rollouts:
+            return None
+        if self.facts.tokens > LONGEST_PASS or model.prepared.offload or self.world.shares:
             return None
         try:
             batch = self.own(plan).batch(0, 0).to(self.world.device)

@@ -40,10 +40,10 @@ before their step (`OptimizerState.undo_limit`).
 The forecast is for one rank. Replicas add up their gradients in a buffer as large as all gradients, in float32 unless
 the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights, gradients and
 moments. They also hold, whole and in the dtype of matmuls, the head and two layers (one is fetched while the other
-computes), and the gradients of one layer, which are added up in float32. Adapters are whole on each rank. Experts that
-are divided by expert are never whole. Instead, ranks hold the hidden states of all ranks' tokens. Ranks that share
-rows hold their part of the activations. On two H100 the forecast for divided weights is 3 to 4 % too high
-(benchmarks/baselines/h100_two_cards.json).
+computes), and in the backward pass the gradients of one layer, which are added up in float32. Adapters are whole on
+each rank. Experts that are divided by expert are never whole. Instead, ranks hold the hidden states of all ranks'
+tokens. Ranks that share rows hold their part of the activations. Forecasts for divided weights are 2 % too high for an
+8B model and up to 8 % for mixtures (scripts/study/plan_accuracy.py).
 
 tests/gpu/test_checkpointing.py compares forecasts with an H200: they are at most 15 % too low, and at most 20 % too
 high if much is offloaded.
@@ -186,6 +186,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         for level in set(levels)
     }
     weights, trained = _bytes_of_rank(facts, shape)
+    exchange, summed = exchange_bytes(facts)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -220,10 +221,10 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         weights,
         trained.moments + gradients,
         int(held),
-        int(max(most - held, 0)),
+        int(max(most - held, 0)) + summed,
         _loss_bytes(facts, shape),
         host,
-        exchange_bytes(facts),
+        exchange,
         0 if held_on else gradients,
         update,
         images.held,
@@ -466,20 +467,21 @@ def _beside(model: Any) -> Beside:
     return kind_of(model.config).beside(model)
 
 
-def exchange_bytes(facts: Facts) -> int:
-    """Bytes that a rank holds to exchange weights and gradients with other ranks; see the module's docstring."""
+def exchange_bytes(facts: Facts) -> tuple[int, int]:
+    """Bytes that a rank holds to exchange weights and gradients with other ranks: in the whole step, and in addition
+    in the layers' backward pass. See the module's docstring."""
     shape, degrees = shape_of(facts), facts.degrees
     if degrees.ranks == 1:
-        return 0
+        return 0, 0
     if degrees.shard == 1:
-        return facts.sum_bytes * trained_parameters(facts)
+        return facts.sum_bytes * trained_parameters(facts), 0
     # The embedding is whole only in its own forward pass, when memory is far below its peak. The head's weight may be
     # the same tensor. It is whole from the end of the forward pass until its gradient is computed.
     head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
-    gradients = layer * (number_bytes(facts) + 4)
+    whole = int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts))
     if facts.execution.adapters:  # adapters' gradients are added up as replicas do it
-        gradients = facts.sum_bytes * trained_parameters(facts)
-    return int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts) + gradients)
+        return whole + facts.sum_bytes * trained_parameters(facts), 0
+    return whole, int(layer * (number_bytes(facts) + 4))
 
 
 def divides_experts(facts: Facts) -> bool:

@@ -86,7 +86,7 @@ def test_each_recipe_of_the_hub_is_planned_without_it(name, tmp_path, capsys):
     """An H200 for each card that its header asks for; the tokens are given, since no tokenizer is here."""
     code = main(["plan", f"+recipe={name}", "--gpu", "H200", "--gpus", "8", "--tokens", "2e9"])
     said = capsys.readouterr()
-    assert code == 0 or (code == 2 and "model.path" not in said.err), said.err
+    assert code == 0 or (code in (2, 6) and "model.path" not in said.err), said.err  # 6: a teacher of the hub
 
 
 def test_without_the_hub_tokens_are_not_counted_by_another_tokenizer(tmp_path, capsys):

@@ -63,7 +63,9 @@ def test_rows_become_a_model_that_answers(program):
     assert found["plan"]["fits"]
     assert found["verify"]["acted"]
     train, evaluated = found["train"], found["eval"]
-    assert train["figures"] == json.loads((program.folder / train["folder"] / "result.json").read_text())
+    result = json.loads((program.folder / train["folder"] / "result.json").read_text())
+    assert result.pop("exports").keys() == {"vllm/adapter"}
+    assert train["figures"] == result
     assert train["held_out"]["eval/loss"] == pytest.approx(evaluated["figures"]["eval/loss"], rel=1e-4)
     assert [said["prompt"] for said in found["chat"]["answers"]] == ["Order 3 tea", "Order 4 soup"]
     assert all(said["tuned"]["answer"] for said in found["chat"]["answers"])

@@ -96,8 +96,8 @@ NEEDS = (
     ),
     *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
     *(
-        KeyNeed(f"sampler.{one}", "objective=policy, sampler=vllm and no sampler.url", _starts_vllm)
-        for one in _PROCESS_OPTIONS
+        KeyNeed(f"sampler.{option}", "objective=policy, sampler=vllm and no sampler.url", _starts_vllm)
+        for option in _PROCESS_OPTIONS
     ),
     KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
     KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),

@@ -1,9 +1,9 @@
 """Keeps evidence of earlier starts, so that later starts of the same recipe need not observe it again.
 
 Which operators run, which documents they keep apart and what layers save for the backward pass follows from the
-model, the options, the code, the packages and the card. If one of these changes, the techniques in KEPT are observed
-again, as they are in each `fxtune verify`. Proofs of values (the loss, adapters, quantized weights, experts) run in
-each start.
+model, the options, the code, the packages and the card. If a part of this key changes, the techniques in KEPT are
+observed again. `fxtune verify` observes them each time. Proofs of values (the loss, adapters, quantized weights,
+experts) run in each start.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
 
 def keep(file: Path | None, seen: Iterable[Evidence]) -> None:
     """Write the evidence of the techniques in KEPT if all of it acted; else remove earlier evidence."""
-    found = [asdict(one) for one in seen if one.technique in KEPT]
-    if file and found and all(one["acted"] for one in found):
-        add_cached(file, {"at": time.time(), "evidence": found})
-    elif file and found:
+    found = [evidence for evidence in seen if evidence.technique in KEPT]
+    if file is None or not found:
+        return
+    if all(evidence.acted for evidence in found):
+        add_cached(file, {"at": time.time(), "evidence": [asdict(evidence) for evidence in found]})
+    else:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)

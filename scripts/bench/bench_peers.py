@@ -69,8 +69,8 @@ tools; `sampled tokens/s` counts answers alone. The case `whole` computes the pr
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
-says. Tokens per second count all cards, memory is that of the fullest card. The table has their ratio to N times one card,
-if the file of --json has one card, too. With --profile it has the share of a step in which the first card does nothing but
+says. Tokens per second count all cards, memory is of the fullest card. The table compares this speed with N times the speed of one card,
+if the file of --json also has a row of one card. With --profile it has the share of a step in which the first card does nothing but
 exchange with the others (NCCL kernels that no other kernel hides, in two further steps). docs/distributed.md has figures.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that

@@ -38,7 +38,7 @@ def test_a_wrong_figure_is_replaced():
 
 
 def test_rows_that_are_old_on_the_day_of_the_table_have_their_date(tmp_path, monkeypatch):
-    """A row has the date, the card and the versions of its file, if it has none of its own."""
+    """A row without a date, a card or versions has the date, the card or the versions of its file."""
     rows = [baselines.Measurement("8b_4x4096", tool, tokens_per_second=1000.0) for tool in ("fxtune", "trl")]
     rows.append(baselines.Measurement("1b_8x4096", tokens_per_second=2.0, date="2027-01-30", card="H100"))
     rows.append(baselines.Measurement("moe_4x4096", shape="moe_heads_64", tokens_per_second=2.0))

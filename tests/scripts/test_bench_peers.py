@@ -402,7 +402,7 @@ def test_a_row_has_the_percentiles_of_a_step_and_says_when_they_are_far_apart(hi
 
 
 def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
-    """`nvidia-smi` is a stand-in that prints the clock of two cards, of which one is idle."""
+    """`nvidia-smi` is a stand-in that prints the clocks of two cards. One card is idle."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         "#!/bin/sh\n[ $# = 2 ] && echo 580.65 && exit\n"

@@ -97,6 +97,6 @@ def test_the_second_start_of_a_run_takes_them_and_verify_proves_anew(narrow, mon
     def kept(**how):
         made = builder.RunBuilder(narrow)
         made.read()
-        return {one.technique for one in made.observed_model(**how)[1] if "kept from" in one.observed}
+        return {seen.technique for seen in made.observed_model(**how)[1] if "kept from" in seen.observed}
 
     assert [kept(), kept(), kept(anew=True)] == [set(), {"attention"}, set()]

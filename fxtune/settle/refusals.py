@@ -10,7 +10,7 @@ from fxtune.distributed.parallel import Compression, Degrees
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
-from fxtune.settle import freed_gradients, rows
+from fxtune.settle import freed_gradients, images, rows
 
 SHOWN = 3
 """How many tokens a message names."""
@@ -24,6 +24,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
+    yield from images.stored_refusals(config, facts)
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

@@ -69,7 +69,7 @@ from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import in_backward, kept_proofs
-from fxtune.training.data.image_features import store_features
+from fxtune.training.data.image_features import store_features, use_stored_features
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
@@ -282,14 +282,13 @@ class RunBuilder:
     def proven_model(self, plan: Plan | None = None) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
         model, evidence = self.observed_model(plan)
+        require_acted(evidence)
         if self._tables:
+            options = [self.techniques.options().get(name) for name in ("precision", "plugins")]
+            precision, loader = self.techniques.precision, self.config.loader
             with self.oom_context("Computing features of images"):
-                base = model.model.get_base_model() if self.techniques.lora.enabled else model.model
-                options = [self.techniques.options().get(name) for name in ("precision", "plugins")]
-                model.prepared.stored_features = store_features(
-                    base, self._tables, options, self.techniques.precision, self.world
-                )
-        return model, require_acted(evidence)
+                store_features(model, self._tables, options, loader, precision, self.world)
+        return model, evidence
 
     def observed_model(self, plan: Plan | None = None, anew: bool = False) -> tuple[LanguageModel, list[Evidence]]:
         """Build the model with its loss head, and collect evidence of every technique and of the loss. `plan`: the
@@ -323,6 +322,10 @@ class RunBuilder:
                 if self._compared and isinstance(self.config.objective, WithReference):
                     options = self.techniques.options()
                     self.store(language_model, ReferenceNumbers(), options, self._compared, self._compared_documents)
+                if self._tables:
+                    with self.oom_context("Trying stored features"):
+                        precision, table = self.techniques.precision, self._tables[0]
+                        seen.append(use_stored_features(language_model, table, precision, self.world))
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
                 self.use_fastest_kernels(found.why)

@@ -47,7 +47,11 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
     if processor is None or not indices:
         return 0
     if all(table.features is not None for table, _ in indices):
-        return sum(table.features_of(range(index, index + 1)).nbytes for table, index in indices)
+        return sum(
+            int(table.image_sizes(np.asarray(found))[0].sum()) * table.features.itemsize
+            for table, found in of_table
+            if table.features is not None
+        )
     probed = indices[:: -(-len(indices) // PROBED)]
     try:
         tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])

@@ -88,6 +88,7 @@ class ImageProcessor:
             )
         image_processor.size = size
         type(self).text.cache_clear()
+        type(self).without_pixels.cache_clear()
 
     @property
     def feature_token(self) -> int:

@@ -230,7 +230,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
             np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (entries,)).flush()
             if written == entries and hasattr(os, "posix_fallocate"):  # a full disk would end the writer with SIGBUS
                 with open(_staging(table, name), "rb+") as file:
-                    os.posix_fallocate(file.fileno(), 0, size)
+                    os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         except OSError as problem:
             Path(_staging(table, name)).unlink(missing_ok=True)
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"

@@ -23,7 +23,7 @@ from fxtune.cli.main import main
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError, StorageError
 from fxtune.training.builder import RunBuilder
-from fxtune.training.data.image_features import store_features
+from fxtune.training.data.image_features import use_stored_features
 
 WORDS = [
     "model.path=model",
@@ -213,11 +213,11 @@ def test_dropout_of_the_vision_encoder_is_refused(cwd):
 def test_a_trained_vision_encoder_is_refused_on_the_built_model(qwen):
     """As a technique of a plugin may train it."""
     builder = RunBuilder(load([*WORDS, STORED]))
-    tables = builder.read()[1].training.tables
-    model = builder.build().module.get_base_model()
-    model.model.visual.blocks[0].requires_grad_(True)
-    with pytest.raises(ConfigError, match="a plugin trains the vision encoder"):
-        store_features(model, tables, [], builder.techniques.precision, builder.world)
+    table = builder.read()[1].training.tables[0]
+    model = builder.language_model(builder.build())
+    model.model.get_base_model().model.visual.blocks[0].attn.qkv.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"a plugin trains model.visual.blocks.0.attn.qkv.*weight"):
+        use_stored_features(model, table, builder.techniques.precision, builder.world)
 
 
 def test_rows_and_models_without_images_are_refused(qwen):

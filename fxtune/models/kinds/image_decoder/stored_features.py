@@ -27,10 +27,10 @@ class StoredFeatures:
     """
 
     def __init__(self, model: Any, example: Tensors) -> None:
-        images, self.inner, self.width = Images(), model.model, model.config.get_text_config().hidden_size
+        images, self.model, self.width = Images(), model, model.config.get_text_config().hidden_size
         self.parts = [*images.vision_encoders(model), *images.projectors(model)]
         self.device = next(self.parts[0].parameters()).device
-        self.compute = self.inner.get_image_features
+        self.compute = model.model.get_image_features
         found = self.compute(**example, return_dict=True)
         self.output = type(found)
         self.forms = [level.shape[1:] if isinstance(level, torch.Tensor) else None for level in _levels(found)]
@@ -44,7 +44,7 @@ class StoredFeatures:
 
     def begin(self) -> None:
         """Let the model take stored features, and move the vision encoder to host memory."""
-        self.inner.get_image_features = self
+        self.model.model.get_image_features = self
         self._move(torch.device("cpu"))
 
     @contextmanager

@@ -284,10 +284,8 @@ class RunBuilder:
         model, evidence = self.observed_model(plan)
         require_acted(evidence)
         if self._tables:
-            options = [self.techniques.options().get(name) for name in ("precision", "plugins")]
-            precision, loader = self.techniques.precision, self.config.loader
             with self.oom_context("Computing features of images"):
-                store_features(model, self._tables, options, loader, precision, self.world)
+                store_features(model, self._tables, self.techniques, self.config.loader, self.world)
         return model, evidence
 
     def observed_model(self, plan: Plan | None = None, anew: bool = False) -> tuple[LanguageModel, list[Evidence]]:
@@ -324,8 +322,7 @@ class RunBuilder:
                     self.store(language_model, ReferenceNumbers(), options, self._compared, self._compared_documents)
                 if self._tables:
                     with self.oom_context("Trying stored features"):
-                        precision, table = self.techniques.precision, self._tables[0]
-                        seen.append(use_stored_features(language_model, table, precision, self.world))
+                        seen.append(use_stored_features(language_model, self._tables[0], self.techniques, self.world))
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
                 self.use_fastest_kernels(found.why)

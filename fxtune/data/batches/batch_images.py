@@ -46,12 +46,8 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
     indices = list(chain.from_iterable([(table, index) for index in found] for table, found in of_table))
     if processor is None or not indices:
         return 0
-    if all(table.features is not None for table, _ in indices):
-        return sum(
-            int(table.image_sizes(np.asarray(found))[0].sum()) * table.features.itemsize
-            for table, found in of_table
-            if table.features is not None
-        )
+    if (features := indices[0][0].features) is not None:  # then all tables with images have some
+        return features.itemsize * sum(int(table.image_sizes(np.array([index]))[0][0]) for table, index in indices)
     probed = indices[:: -(-len(indices) // PROBED)]
     try:
         tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])

@@ -132,8 +132,7 @@ class ImageProcessor:
     @lru_cache(KNOWN_SIZES)  # noqa: B019  as above
     def without_pixels(self, height: int, width: int) -> Tensors:
         """tensors() of an image of this size, except for `pixel_values`."""
-        found = self.blank_tensors([(height, width)])
-        return {name: tensor for name, tensor in found.items() if name != "pixel_values"}
+        return {name: own for name, own in self.blank_tensors([(height, width)]).items() if name != "pixel_values"}
 
     def _blank(self, height: int, width: int) -> Any:
         from fxtune.upstream.image_processing import blank

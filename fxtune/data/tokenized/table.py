@@ -67,8 +67,8 @@ class TokenTable:
         image_processor: makes tensors of the images; None without images.
         stored: [tokens], the numbers of a frozen model for each supervised token, with names of fields of Batch; None
             unless read_stored() was called.
-        features: [features], the features of distinct images, if they are stored. The one field of an entry has the
-            name of the numbers' dtype in torch and their bits. None unless read_features() was called.
+        features: [features], the features of distinct images, if read_stored() was called for them. The one field of
+            an entry has the name of the numbers' dtype in torch and their bits.
         fingerprint: a hash of `ids`, `supervised`, the ends of documents and groups, labels and images.
         name: the source, as the user wrote it.
         format: the rows' format.
@@ -97,12 +97,11 @@ class TokenTable:
         self,
         folder: Path,
         name: str,
-        stored: str = "",
+        stored: dict[str, str] | None = None,
         image_processor: ImageProcessor | None = None,
-        features: str = "",
     ) -> None:
-        """`stored`, `features`: files in `folder` for read_stored() and read_features(); if empty, none is read."""
-        self.folder, self.name, self.stored_file, self.features_file = folder, name, "", ""
+        """`stored`: the arguments of each call of read_stored()."""
+        self.folder, self.name, self.stored_files = folder, name, dict[str, str]()
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no complete token table"
@@ -124,24 +123,17 @@ class TokenTable:
         self._features: dict[int, int] = {}
         for key in [*ARRAYS, *["labels"] * self.is_grouped, *extra]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
-        if stored:
-            self.read_stored(stored)
-        if features:
-            self.read_features(features)
+        for key, file in (stored or {}).items():
+            self.read_stored(key, file)
 
-    def read_stored(self, file: str) -> None:
-        """Set `stored` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
-        stored = np.load(self.folder / file, mmap_mode="r")
-        if stored.shape != self.ids.shape:
-            raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
-        self.stored, self.stored_file = stored, file
-
-    def read_features(self, file: str) -> None:
-        """Set `features` from a file in the table's folder. Raises errors as read_stored() does."""
-        features = np.load(self.folder / file, mmap_mode="r")
-        if len(features) != self.distinct_images[2][-1]:
-            raise ValueError(f"{self.folder / file} has {len(features)} features")
-        self.features, self.features_file = features, file
+    def read_stored(self, field: str, file: str) -> None:
+        """Set `stored` or `features` from a file in the table's folder. Raises OSError, ValueError, EOFError if the
+        file is damaged."""
+        found = np.load(self.folder / file, mmap_mode="r")
+        if found.shape != (len(self.ids) if field == "stored" else self.distinct_images[2][-1],):
+            raise ValueError(f"{self.folder / file} has {found.dtype} {found.shape}")
+        setattr(self, field, found)
+        self.stored_files = {**self.stored_files, field: file}
 
     @cached_property
     def distinct_images(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,7 +153,7 @@ class TokenTable:
         return len(self.digests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, (self.folder, self.name, self.stored_file, self.image_processor, self.features_file)
+        return TokenTable, (self.folder, self.name, self.stored_files, self.image_processor)
 
     def images_in(self, start: int, length: int) -> range:
         """The images whose tokens are among ids[start:start + length], as indices of `images`."""

@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.data.batches.batch import ON_HOST, Batch, BatchSpec
+from fxtune.data.batches.batch import Batch, BatchSpec
 from fxtune.data.batches.layout import BatchSizes
 from fxtune.data.batches.loader import Loader, LoaderConfig
 from fxtune.data.batches.plan import Plan
-from fxtune.data.images.processor import OF_TEXT
+from fxtune.data.images.processor import OF_TEXT, ImageProcessor
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.image_decoder.parts import for_images, projectors, vision_encoders
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.kinds.image_decoder.stored_features import StoredFeatures
 from fxtune.models.kinds.known import images_of
 from fxtune.models.structure import base_dtype, hooked, image_arguments, observing, outputs
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.base import NO_IMAGE, Evidence
-from fxtune.techniques.precision import Precision
-from fxtune.training.data.stored_numbers import StoredFile, keep, weights_checksum
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.training.data.stored_numbers import Files, StoredFile, keep, weights_checksum
 from fxtune.training.visits import visit
 
 
@@ -40,6 +40,7 @@ class ImageFeatures(StoredFile):
     kind: ClassVar[str] = "image_features"
     title: ClassVar[str] = "features of images"
     key: ClassVar[str] = "data.image_features"
+    field: ClassVar[str] = "features"
     dtype: torch.dtype
     numbers: int
     """Numbers of a feature: levels times width."""
@@ -53,25 +54,17 @@ class ImageFeatures(StoredFile):
         features = int(table.distinct_images[2][-1])
         return features, features
 
-    def read(self, table: TokenTable, name: str) -> None:
-        table.read_features(name)
-
 
 class _EachImage:
-    """The part of a Plan that Loader reads. A step has a distinct image of `tables` for each rank, without other
-    tokens. In the last step ranks may repeat the last image."""
+    """The part of a Plan that Loader reads. A step of a rank has a distinct image of a table, without other tokens. In
+    the last step some ranks repeat the last image."""
 
-    def __init__(self, tables: Sequence[TokenTable], rank: int, ranks: int) -> None:
-        counts = [len(table.distinct_images[0]) for table in tables]
-        self.tables, self.sizes = tables, BatchSizes(1, ranks, rank=rank, ranks=ranks)
-        self._source = np.repeat(np.arange(len(tables)), counts)
-        self._number = np.concatenate([np.arange(count) for count in counts])
-        self.steps = -(-len(self._source) // ranks)
-
-    def image(self, step: int) -> tuple[int, int]:
-        """(the index of the table, the number of the distinct image) of this rank's image."""
-        at = min(step * self.sizes.ranks + self.sizes.rank, len(self._source) - 1)
-        return int(self._source[at]), int(self._number[at])
+    def __init__(self, tables: Sequence[TokenTable], world: World) -> None:
+        self.tables, self.sizes = tables, BatchSizes(1, 1, ranks=world.size)
+        every = [(at, number) for at, table in enumerate(tables) for number in range(len(table.distinct_images[0]))]
+        self.images = [every[min(at + world.rank, len(every) - 1)] for at in range(0, len(every), world.size)]
+        """(index of the table, number of the distinct image) of each step."""
+        self.steps = len(self.images)
 
     def micro_batches(self, step: int) -> int:
         return 1
@@ -79,26 +72,23 @@ class _EachImage:
     counted_micro_batches = micro_batches
 
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
-        source, number = self.image(step)
+        source, number = self.images[step]
         table: Any = self.tables[source]
         start, tokens = (table.images[name][table.distinct_images[0][[number]]] for name in ("start", "tokens"))
         return BatchSpec(np.array([source]), start, tokens, np.array([0, 1]), int(tokens[0]), True, 0, slots=1)
 
 
-def use_stored_features(model: LanguageModel, table: TokenTable, precision: Precision, world: World) -> Evidence:
-    """Let the model take stored features of images, and observe it with the features of a small image. The vision
-    encoder then is in host memory. `table`: has images. Raises ConfigError if a plugin trains the vision encoder."""
+def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pipeline, world: World) -> Evidence:
+    """Let the model take stored features of images, and observe it on a small row. The vision encoder then is in host
+    memory. `table`: has images. Raises ConfigError if a plugin trains the vision encoder."""
     base = model.model.get_base_model() if hasattr(model.model, "get_base_model") else model.model
-    frozen = {id(weight) for weight in for_images(base)}
-    for name, weight in base.named_parameters():
-        if weight.requires_grad and id(weight) in frozen:
-            raise ConfigError(f"data.image_features: stored, but a plugin trains {name}. Set it to computed.")
-    processor: Any = table.image_processor
-    example = processor.blank_tensors([table.image(0).size])
-    example = {name: value.to(None if name in ON_HOST else world.device) for name, value in example.items()}
-    calls, observed, is_close = list[int](), NO_IMAGE, True
-    with observing(base), precision.context(world.device):
-        source = model.prepared.stored_features = StoredFeatures(base, image_arguments(base, example))
+    encoder, processor, calls = {*for_images(base)}, cast(ImageProcessor, table.image_processor), list[int]()
+    if trained := [name for name, weight in base.named_parameters() if weight.requires_grad and weight in encoder]:
+        raise ConfigError(f"data.image_features: stored, but a plugin trains {trained[0]}. Set it to computed.")
+    observed, acted = NO_IMAGE, True
+    with observing(base), techniques.precision.context(world.device):
+        example = image_arguments(base, processor.blank_tensors([table.image(0).size]), world.device)
+        source = model.prepared.stored_features = StoredFeatures(base, example)
         if row := images_of(base.config).probe(base):
             computed = outputs(base, **row)
             images = {name: value for name, value in row.items() if name not in OF_TEXT}
@@ -107,53 +97,41 @@ def use_stored_features(model: LanguageModel, table: TokenTable, precision: Prec
         if row:
             with hooked(part.register_forward_hook(lambda *_: calls.append(0)) for part in source.parts):
                 moved = float((outputs(base, **row) - computed).abs().max())
-            is_close = moved <= 1e-2 * float(computed.abs().max())
-            observed = f"logits within {moved:.2g} of computed features, {len(calls)} calls of the vision encoder"
-    devices = {weight.device.type for part in source.parts for weight in part.parameters()}
-    observed += f"; the vision encoder is on {' and '.join(sorted(devices))}"
-    return Evidence(
-        "data", "stored features of images, no vision encoder", observed, is_close and not calls and devices == {"cpu"}
-    )
+            acted = not calls and moved <= 1e-2 * float(computed.abs().max())
+            observed = f"{len(calls)} calls of the vision encoder, logits within {moved:.2g} of computed features"
+    in_host = all(weight.device.type == "cpu" for part in source.parts for weight in part.parameters())
+    observed += f"; vision encoder in host memory: {in_host}"
+    return Evidence("data", "stored features of images", observed, acted and in_host)
 
 
-@torch.no_grad()
 def store_features(
-    model: LanguageModel,
-    tables: Sequence[TokenTable],
-    options: Any,
-    loader: LoaderConfig,
-    precision: Precision,
-    world: World,
+    model: LanguageModel, tables: Sequence[TokenTable], techniques: Pipeline, loader: LoaderConfig, world: World
 ) -> None:
     """Give each of `tables`, which have images, the features of these. Call use_stored_features() before.
 
-    `options`: whatever else changes the features. Raises StorageError if the files do not fit on the disk or cannot be
-    written, DataError if an image cannot be read.
+    Raises StorageError if the files do not fit on the disk or cannot be written, DataError if an image cannot be read.
     """
     source = model.prepared.stored_features
     assert source is not None
-    base = source.model
+    base, options = source.model, [techniques.options().get(name) for name in ("precision", "plugins")]
     numbers = ImageFeatures(base_dtype(base), len(source.forms) * source.width)
     (name,), bits = numbers.record.names or (), getattr(torch, f"int{8 * numbers.dtype.itemsize}")
 
-    def compute(files: list[Any]) -> None:
-        missing = [(table, file) for table, file in zip(distinct, files, strict=True) if file is not None]
-        plan = _EachImage([table for table, _ in missing], world.rank, world.size)
+    def compute(files: Files) -> None:
+        plan = _EachImage([*{table.folder: table for table in tables if table.folder in files}.values()], world)
 
         def write(batch: Batch, step: int, position: int, is_counted: bool) -> None:
-            at, number = plan.image(step)
-            (table, file), images = missing[at], batch.images or {}
+            at, number = plan.images[step]
+            table, made = plan.tables[at], source.features(image_arguments(base, batch.images or {}))
             first, end = table.distinct_images[2][number : number + 2]
-            made = source.features(image_arguments(base, images)).to(numbers.dtype)
             assert len(made) == end - first, "the processor counts other features"
-            file[name][first:end] = made.flatten(1).view(bits).cpu().numpy()
+            files[table.folder][name][first:end] = made.to(numbers.dtype).flatten(1).view(bits).cpu().numpy()
 
         with closing(Loader(cast(Plan, plan), loader, world.device)) as batches:
-            visit(model, batches, precision, world, "Computing features of images", write, shown=True)
+            visit(model, batches, techniques.precision, world, "Computing features of images", write, shown=True)
 
-    distinct = list({table.folder: table for table in tables}.values())
     described = {**base.config.to_dict(), "text_config": None}
     with source.encoder_on_device():
         own = nn.ParameterList(base.model.parameters(recurse=False))
-        weights = weights_checksum(nn.ModuleList([*vision_encoders(base), *projectors(base), own]))
+        weights = weights_checksum(nn.ModuleList([*source.parts, own]))
         keep(tables, numbers, [weights, described, options, str(numbers.dtype)], world, compute)

@@ -51,6 +51,8 @@ COLUMNS = 1024
 class StoredFile(Protocol):
     """A file beside each token table, computed before the first step."""
 
+    field: ClassVar[str] = "stored"
+    """The attribute of TokenTable."""
     kind: ClassVar[str]
     title: ClassVar[str]
     key: ClassVar[str]
@@ -63,13 +65,10 @@ class StoredFile(Protocol):
         """(entries of the table's file, entries that are written)"""
         return len(table.ids), table.supervised_tokens
 
-    def read(self, table: TokenTable, name: str) -> None:
-        """Give the table its file. Raises OSError, ValueError, EOFError if it is missing or damaged."""
-        table.read_stored(name)
-
     def is_read(self, table: TokenTable, name: str) -> bool:
+        """Give the table its file. False if the file is missing or damaged."""
         with suppress(OSError, ValueError, EOFError):
-            self.read(table, name)
+            table.read_stored(self.field, name)
             return True
         return False
 
@@ -128,6 +127,7 @@ class TeacherNumbers(StoredFile):
 
 
 Numbers = ReferenceNumbers | TeacherNumbers
+Files = dict[Path, Any]
 
 
 def store(
@@ -164,45 +164,56 @@ def store(
         parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
         others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
 
-    def compute(files: list[Any]) -> None:
+    def compute(files: Files) -> None:
         sizes = plans[0].sizes
         # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
         rows = sizes.micro_batch_size
         plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
+
+        def write(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+            entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
+            spec, done = own.batch_spec(step, position), 0
+            for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
+                at = start + 1 + np.flatnonzero(tables[source].supervised[start + 1 : start + length])
+                if is_counted and (file := files.get(tables[source].folder)) is not None:
+                    file[at] = entries[done : done + len(at)]
+                done += len(at)
+            assert done == len(entries)
+
         with closing(Loader(own, loader, world.device)) as batches:
-            _compute(model, batches, precision, world, files, numbers)
+            visit(model, batches, precision, world, f"Computing {numbers.title}", write, shown=True)
 
     keep([table for plan in plans for table in plan.tables], numbers, parts, world, compute)
 
 
 def keep(
-    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[list[Any]], None]
+    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[Files], None]
 ) -> None:
     """Give each table its file. `parts`: everything that the entries depend on beside the table. `compute`: takes an
-    array for each folder of `tables`, or None for a complete file, and writes this rank's share of the entries. Raises
+    array for each folder of `tables` without a complete file, and writes this rank's share of the entries. Raises
     StorageError if the files do not fit on the disk or cannot be written."""
-    every, tables = tables, list({table.folder: table for table in tables}.values())
     key = json.dumps(parts, default=str, sort_keys=True)
     name = f"{stored.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
-    if not all(world.gather(all(stored.is_read(table, name) for table in tables), f"looking for {stored.title}")):
-        world.main_first(partial(_reserve, tables, name, stored), f"making room for {stored.title}")
-        files: list[Any] = [None if stored.is_read(table, name) else _staging(table, name) for table in tables]
-        files = [file and np.lib.format.open_memmap(file, "r+") for file in files]
+    absent = {table.folder for table in tables if not stored.is_read(table, name)}
+    absent = absent.union(*world.gather(absent, f"looking for {stored.title}"))  # all ranks compute the same files
+    if missing := [*{table.folder: table for table in tables if table.folder in absent}.values()]:
+        world.main_first(partial(_reserve, missing, name, stored), f"making room for {stored.title}")
+        files = {table.folder: np.lib.format.open_memmap(_staging(table, name), "r+") for table in missing}
         compute(files)
-        for file in filter(lambda file: file is not None, files):
+        for file in files.values():
             file.flush()
         world.gather(None, f"storing {stored.title}")
 
         def finish() -> None:
-            for table in tables:
+            for table in missing:
                 with suppress(FileNotFoundError):
                     os.replace(_staging(table, name), table.folder / name)
 
         world.main_first(finish, f"waiting for rank 0 to store {stored.title}")
-    for table in every:
-        stored.read(table, name)
+    for table in tables:
+        table.read_stored(stored.field, name)
 
 
 def _staging(table: TokenTable, name: str) -> str:
@@ -210,51 +221,29 @@ def _staging(table: TokenTable, name: str) -> str:
 
 
 def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> None:
-    """Make the missing files, with entries of zeros, and say their sizes. A file that another rank, or a killed run,
-    has made stays: all its entries are computed."""
+    """Make the files, with entries of zeros, and say their sizes. A file that another rank, or a killed run, has made
+    stays: all its entries are computed."""
     for table in tables:
-        if numbers.is_read(table, name):
-            continue
-        with suppress(OSError, ValueError):
-            np.load(_staging(table, name), mmap_mode="r")
-            continue
-        entries, written = numbers.entries_in(table)
+        file, (entries, written) = Path(_staging(table, name)), numbers.entries_in(table)
         size, free = written * numbers.record.itemsize, shutil.disk_usage(table.folder).free
-        say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}, in {table.folder}")
-        if size > free:
-            raise StorageError(
-                f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
-                f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
-            )
         try:
-            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (entries,)).flush()
+            try:
+                np.load(file, mmap_mode="r")
+            except (FileNotFoundError, ValueError):
+                say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}, in {table.folder}")
+                if size > free:
+                    raise StorageError(
+                        f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
+                        f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
+                    ) from None
+                np.lib.format.open_memmap(file, "w+", numbers.record, (entries,)).flush()
             if written == entries and hasattr(os, "posix_fallocate"):  # a full disk would end the writer with SIGBUS
-                with open(_staging(table, name), "rb+") as file:
-                    os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+                with open(file, "rb+") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
         except OSError as problem:
-            Path(_staging(table, name)).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
             raise not_written(where, problem, "or set data.cache_dir") from problem
-
-
-def _compute(
-    model: LanguageModel, loader: Loader, precision: Precision, world: World, files: list[Any], numbers: Numbers
-) -> None:
-    """Write this rank's share of the entries into the tables' files."""
-    plan = loader.plan
-
-    def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
-        entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
-        spec, done = plan.batch_spec(step, position), 0
-        for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
-            at = start + 1 + np.flatnonzero(plan.tables[source].supervised[start + 1 : start + length])
-            file = files[source]
-            if is_counted and file is not None:
-                file[at] = entries[done : done + len(at)]
-            done += len(at)
-        assert done == len(entries)
-
-    visit(model, loader, precision, world, f"Computing {numbers.title}", compute, shown=True)
 
 
 def weights_checksum(model: nn.Module, trained: bool = False) -> str:

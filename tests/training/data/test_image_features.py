@@ -217,7 +217,7 @@ def test_a_trained_vision_encoder_is_refused_on_the_built_model(qwen):
     model = builder.language_model(builder.build())
     model.model.get_base_model().model.visual.blocks[0].attn.qkv.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"a plugin trains model.visual.blocks.0.attn.qkv.*weight"):
-        use_stored_features(model, table, builder.techniques.precision, builder.world)
+        use_stored_features(model, table, builder.techniques, builder.world)
 
 
 def test_rows_and_models_without_images_are_refused(qwen):

@@ -56,14 +56,13 @@ class ImageFeatures(StoredFile):
 
 
 class _EachImage:
-    """The part of a Plan that Loader reads. A step of a rank has a distinct image of a table, without other tokens. In
-    the last step some ranks repeat the last image."""
+    """The part of a Plan that Loader reads. A step of a rank has one distinct image: images[step] is (index of the
+    table, number of the distinct image). In the last step some ranks repeat the last image."""
 
     def __init__(self, tables: Sequence[TokenTable], world: World) -> None:
         self.tables, self.sizes = tables, BatchSizes(1, 1, ranks=world.size)
         every = [(at, number) for at, table in enumerate(tables) for number in range(len(table.distinct_images[0]))]
         self.images = [every[min(at + world.rank, len(every) - 1)] for at in range(0, len(every), world.size)]
-        """(index of the table, number of the distinct image) of each step."""
         self.steps = len(self.images)
 
     def micro_batches(self, step: int) -> int:
@@ -85,7 +84,7 @@ def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pip
     encoder, processor, calls = {*for_images(base)}, cast(ImageProcessor, table.image_processor), list[int]()
     if trained := [name for name, weight in base.named_parameters() if weight.requires_grad and weight in encoder]:
         raise ConfigError(f"data.image_features: stored, but a plugin trains {trained[0]}. Set it to computed.")
-    observed, acted = NO_IMAGE, True
+    seen, acted = NO_IMAGE, True
     with observing(base), techniques.precision.context(world.device):
         example = image_arguments(base, processor.blank_tensors([table.image(0).size]), world.device)
         source = model.prepared.stored_features = StoredFeatures(base, example)
@@ -98,10 +97,9 @@ def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pip
             with hooked(part.register_forward_hook(lambda *_: calls.append(0)) for part in source.parts):
                 moved = float((outputs(base, **row) - computed).abs().max())
             acted = not calls and moved <= 1e-2 * float(computed.abs().max())
-            observed = f"{len(calls)} calls of the vision encoder, logits within {moved:.2g} of computed features"
+            seen = f"{len(calls)} calls of the vision encoder, logits within {moved:.2g} of those of computed features"
     in_host = all(weight.device.type == "cpu" for part in source.parts for weight in part.parameters())
-    observed += f"; vision encoder in host memory: {in_host}"
-    return Evidence("data", "stored features of images", observed, acted and in_host)
+    return Evidence("data", "stored image features", f"{seen}; encoder in host memory: {in_host}", acted and in_host)
 
 
 def store_features(
@@ -111,8 +109,7 @@ def store_features(
 
     Raises StorageError if the files do not fit on the disk or cannot be written, DataError if an image cannot be read.
     """
-    source = model.prepared.stored_features
-    assert source is not None
+    source = cast(StoredFeatures, model.prepared.stored_features)
     base, options = source.model, [techniques.options().get(name) for name in ("precision", "plugins")]
     numbers = ImageFeatures(base_dtype(base), len(source.forms) * source.width)
     (name,), bits = numbers.record.names or (), getattr(torch, f"int{8 * numbers.dtype.itemsize}")
@@ -133,5 +130,5 @@ def store_features(
     described = {**base.config.to_dict(), "text_config": None}
     with source.encoder_on_device():
         own = nn.ParameterList(base.model.parameters(recurse=False))
-        weights = weights_checksum(nn.ModuleList([*source.parts, own]))
+        weights = sorted(set(world.gather(weights_checksum(nn.ModuleList([*source.parts, own])), "comparing weights")))
         keep(tables, numbers, [weights, described, options, str(numbers.dtype)], world, compute)

@@ -165,11 +165,10 @@ def store(
         others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
 
     def compute(files: Files) -> None:
-        sizes = plans[0].sizes
+        rows, pad = plans[0].sizes.micro_batch_size, plans[0].sizes.pad_id
         # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
-        rows = sizes.micro_batch_size
-        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
+        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=pad, excluded=others)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
 
         def write(batch: Batch, step: int, position: int, is_counted: bool) -> None:

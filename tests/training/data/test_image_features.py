@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, DataError, StorageError
 from fxtune.training.builder import RunBuilder
 from fxtune.training.data.image_features import use_stored_features
 
@@ -126,7 +126,12 @@ def test_features_are_computed_once(qwen, monkeypatch):
     before, calls = file.stat().st_mtime_ns, []
     assert train("again", STORED) == first
     computed = Qwen3VLVisionModel.forward
-    monkeypatch.setattr(Qwen3VLVisionModel, "forward", lambda *a, **k: calls.append(0) or computed(*a, **k))
+
+    def counted(*inputs, **options):
+        calls.append(0)
+        return computed(*inputs, **options)
+
+    monkeypatch.setattr(Qwen3VLVisionModel, "forward", counted)
     counts = []
     for steps in (1, 4):
         train(f"steps_{steps}", STORED, "train.epochs=null", f"train.max_steps={steps}", "data.eval_fraction=0")
@@ -137,9 +142,40 @@ def test_features_are_computed_once(qwen, monkeypatch):
     assert file.stat().st_mtime_ns == before
 
 
+def test_computed_and_stored_features_give_the_same_bits(qwen):
+    assert train("computed", "data.image_features=computed") == train("stored", STORED)
+
+
 @pytest.mark.slow
-def test_workers_read_the_same_features(qwen):
-    assert train("alone", STORED) == train("worker", STORED, "loader.num_workers=1")
+def test_workers_compute_and_read_the_same_features(qwen):
+    alone = train("alone", STORED)
+    (file,) = files()
+    before = file.read_bytes()
+    file.unlink()
+    assert train("workers", STORED, "loader.num_workers=2") == alone
+    assert file.read_bytes() == before
+
+
+def test_an_image_that_is_gone_while_features_are_computed_is_one_error(qwen, monkeypatch, capsys):
+    """The data is read before the model is built."""
+    built = RunBuilder.build
+
+    def without_pictures(builder):
+        shutil.rmtree("pictures")
+        return built(builder)
+
+    monkeypatch.setattr(RunBuilder, "build", without_pictures)
+    assert main([*WORDS, "run.dir=gone", STORED]) == DataError.exit_code
+    assert "there is no such file. It was read when the data was tokenized" in capsys.readouterr().err
+    assert not files()
+
+
+def test_verify_observes_the_model_and_stores_nothing(qwen):
+    assert main(["verify", *WORDS[:-3], WORDS[-1], STORED, "--loss", "--json", "seen.json"]) == 0
+    (row,) = [row for row in json.loads(Path("seen.json").read_text())["evidence"] if "image features" in row["asked"]]
+    assert row["acted"]
+    assert row["observed"].startswith("0 calls of the vision encoder")
+    assert not files()
 
 
 def test_an_image_of_several_documents_is_stored_once(qwen):
@@ -177,6 +213,17 @@ def test_other_weights_or_a_damaged_file_are_computed_again(qwen):
     save_file(weights | {name: weights[name] * 2}, "model/model.safetensors", {"format": "pt"})
     train("other", STORED)
     assert len(files()) == 2
+
+
+def test_another_image_or_another_size_is_computed_anew(qwen):
+    train("first", STORED)
+    before = files()[0].read_bytes()
+    for name in Path("pictures").glob("*-0.*"):
+        Image.new("RGB", Image.open(name).size, "white").save(name)
+    assert train("changed", STORED) == train("computed", "data.image_features=computed")
+    assert before not in [file.read_bytes() for file in files()]
+    train("smaller", STORED, "data.image_tokens.max=4")
+    assert len({file.parent for file in files()}) == 2
 
 
 def test_too_little_disk_is_refused_with_the_size(qwen, monkeypatch, capsys):

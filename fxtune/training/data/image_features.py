@@ -89,13 +89,13 @@ def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pip
         example = image_arguments(base, processor.blank_tensors([table.image(0).size]), world.device)
         source = model.prepared.stored_features = StoredFeatures(base, example)
         if row := images_of(base.config).probe(base):
-            computed = outputs(base, **row)
+            computed = outputs(model.model, **row)
             images = {name: value for name, value in row.items() if name not in OF_TEXT}
             row["pixel_values"] = source.features(images).to(base_dtype(base)).flatten()
         source.begin()
         if row:
             with hooked(part.register_forward_hook(lambda *_: calls.append(0)) for part in source.parts):
-                moved = float((outputs(base, **row) - computed).abs().max())
+                moved = float((outputs(model.model, **row) - computed).abs().max())
             acted = not calls and moved <= 1e-2 * float(computed.abs().max())
             seen = f"{len(calls)} calls of the vision encoder, logits within {moved:.2g} of those of computed features"
     in_host = all(weight.device.type == "cpu" for part in source.parts for weight in part.parameters())

@@ -426,7 +426,7 @@ class RunBuilder:
                 model.prepared.sharding.free_gathered()
             with self.techniques.precision.context(self.world.device):
                 if model.prepared.sharding is not None:
-                    observed += divided_weights.observe(model.model, probe, self.world)
+                    observed += divided_weights.observe(model.model, probe, model.prepared.sharding)
                 elif (experts := observe_computed(model.model, probe)) is not None:
                     observed.append(experts)
             return observed

@@ -205,6 +205,34 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(patience)
 
 
+class SymmetricMemory:
+    """Memory of a GPU that all ranks of a group register with NCCL, at the same offsets.
+
+    What: torch.distributed._symmetric_memory.
+    Why: torch documents it, but under a private name. FSDPModule.set_symm_mem_for_comm (from torch 2.13) also
+    takes its memory from there, and picks blocks that may differ between ranks.
+    Gone: NCCL's kernels gather weights, and the proofs say so.
+    """
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_backend("NCCL")
+        self.device, self.group = device, group
+        torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL starts with the first exchange
+        allocator = symmetric.get_mempool_allocator(device)
+        self.pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
+
+    def empty(self, size: int) -> torch.Tensor:
+        """`size` uninitialized bytes. All ranks of the group call this together."""
+        from torch.distributed._symmetric_memory import rendezvous
+
+        with torch.cuda.use_mem_pool(self.pool):
+            tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+        rendezvous(tensor, group=self.group.group_name)
+        return tensor
+
+
 # The compiler
 
 # What: counters, graph breaks, failed guards, metrics and errors of torch._dynamo.

@@ -187,6 +187,10 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     }
     weights, trained = _bytes_of_rank(facts, shape)
     exchange, summed = exchange_bytes(facts)
+    host, moments = 0, trained.moments
+    if facts.optimizer.slots:
+        largest = max(trained.end, trained.layer) * moments // max(trained.gradients, 1)
+        host, moments = moments, min(moments, facts.optimizer.slots * largest)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -194,7 +198,6 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
-    host = 0
     behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
     for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
         kept, working, sent = bytes_of[kind, level]
@@ -219,7 +222,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
-        trained.moments + gradients,
+        moments + gradients,
         int(held),
         int(max(most - held, 0)) + summed,
         _loss_bytes(facts, shape),

@@ -330,3 +330,31 @@ def test_stochastic_rounding_compiles_few_kernels():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step(rate, YES.cuda())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_moments_in_host_memory_change_no_bit_and_leave_the_card(stochastic):
+    """Weights of several sizes, updated while copies of others are on the way. Some have no gradient in some steps."""
+    found, held = [], []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        sizes = (4096, 1024, 4096, 2048, 4096, 512, 4096, 4096)
+        model = nn.ModuleList(nn.Linear(4096, size) for size in sizes).to("cuda", torch.bfloat16)
+        options = dict(stochastic_rounding=True, moments=Moments.bfloat16) if stochastic else {}
+        optimizer = Optimizer(model, OptimizerConfig(offload=offload, weight_decay=0.1, **options))
+        before = torch.cuda.memory_allocated()
+        for step in range(8):
+            for index, parameter in enumerate(model.parameters()):
+                torch.manual_seed(100 * step + index)
+                parameter.grad = torch.randn_like(parameter) if (index + step) % 7 else None
+            optimizer.clip(1.0)
+            optimizer.step(1e-3, YES.cuda() if step != 4 else ~YES.cuda(), seed=step)
+        held.append(torch.cuda.memory_allocated() - before)
+        tensors, _ = optimizer.state()
+        found.append({**{name: weight.detach().cpu() for name, weight in model.named_parameters()}, **tensors})
+        if offload:
+            assert all(tensor.is_pinned() for name, tensor in tensors.items() if tensor.nbytes >= 1 << 20)
+            optimizer.host_moments.forget()
+    plain, away = found
+    assert all(torch.equal(plain[name].cpu(), away[name].cpu()) for name in plain)
+    assert held[1] < 0.4 * held[0]

@@ -180,7 +180,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if away := train_step.optimizer.host_moments:
         kept = [moment for moments in away.moments.values() for moment in moments.values()]
         seen = f"{sum(moment.nbytes for moment in kept) / GIB:.2f} GiB in {len(kept)} tensors of pinned memory"
-        yield Evidence("optimizer.offload", "moments in host memory", seen, bool(kept) and kept[-1].is_pinned())
+        pinned = bool(kept) and all(moment.is_pinned() for moment in kept)
+        yield Evidence("optimizer.offload", "moments in host memory", seen, pinned)
     noun = "adapted modules" if len(moved) < len(before) else "tensors"
     yield Evidence(
         "optimizer",

@@ -245,7 +245,7 @@ def update_seconds(facts: Facts) -> float:
     passes = NORM_PASSES + (0 if facts.in_backward else CLIP_PASSES)
     seconds = (moved + passes * number_bytes(facts) * weights) / rates(facts).memory
     # Copies of moments in both directions overlap with each other, and with in_backward with the backward pass.
-    return seconds if facts.in_backward else max(seconds, need.host / rates(facts).link)
+    return seconds if facts.in_backward else max(seconds, need.host_moments / rates(facts).link)
 
 
 def _elementwise(facts: Facts) -> float:

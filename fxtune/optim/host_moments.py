@@ -12,22 +12,62 @@ bfloat16 copies 32 GB in each direction, 0.6 s over PCIe 5.
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from fxtune.errors import MemoryShortError
+from fxtune.errors import HardwareError
 from fxtune.system.terminal.units import GIB
 
 SLOTS = 2
-MIN_BYTES = 1 << 20
-"""Smaller moments stay on the device."""
 
 
 def is_away(moment: torch.Tensor) -> bool:
-    return moment.nbytes >= MIN_BYTES
+    """Whether a tensor of an optimizer's state is kept on the host. The count of steps is a scalar and stays on the
+    device."""
+    return moment.dim() > 0
+
+
+class PinnedMemory:
+    """Tensors in page-locked memory of the host. The memory is unlocked when this object dies. On a CPU the memory is
+    not locked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.tensors: list[torch.Tensor] = []
+        if self.on_gpu:  # the end of the process unlocks its memory without a call
+            weakref.finalize(self, _unlock, device, self.tensors).atexit = False
+
+    def copy(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy of `value` in pages that no other tensor uses, because a page can be locked only once. (torch's
+        allocator of such memory would round the size up to a power of two.) Raises HardwareError if the host cannot
+        lock more memory. This is no MemoryShortError, because an update must not be repeated with fewer rows."""
+        try:
+            pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            kept = torch.frombuffer(pages, dtype=value.dtype).as_strided(value.shape, value.stride())
+            if self.on_gpu and int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), len(pages), 0)):
+                raise OSError(str(refused))
+        except OSError as error:
+            size = sum(tensor.nbytes for tensor in self.tensors)
+            raise HardwareError(
+                f"optimizer.offload: the host cannot pin more memory: {size / GIB:.1f} GiB of moments are pinned, and "
+                f"{value.nbytes / GIB:.2g} more were refused ({error}). Set it to false, or raise the limit (`ulimit "
+                "-l`, or the container's)."
+            ) from error
+        self.tensors.append(kept)
+        return kept.copy_(value)
+
+
+def _unlock(device: torch.device, tensors: list[torch.Tensor]) -> None:
+    torch.cuda.synchronize(device)  # copies may still be in progress
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    tensors.clear()
 
 
 class HostMoments:
@@ -37,10 +77,13 @@ class HostMoments:
         self.device = device
         on_gpu = device.type == "cuda"
         self.arriving, self.leaving = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+        self.memory = PinnedMemory(device)
         self.moments: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
-        """The moments of each part in page-locked memory, by their key in its state."""
-        self.slots: list[torch.Tensor] = []
-        """Memory of the device, flat uint8, each with space for the moments of the largest weight."""
+        """The moments of each part in `memory`, by their key in its state."""
+        self.largest = 0
+        """The bytes of the largest moment."""
+        self.slots: list[list[torch.Tensor]] = []
+        """Memory of the device: in each slot a flat uint8 tensor for each moment of a weight, with `largest` bytes."""
         self.turn = 0
         """The slot that was filled last."""
         self.left: Any = None
@@ -53,7 +96,7 @@ class HostMoments:
 
     @contextmanager
     def on_device(self, part: torch.optim.Optimizer) -> Iterator[None]:
-        """Let the body update `part`, whose moments are on the device meanwhile. Raises MemoryShortError if the host
+        """Let the body update `part`, whose moments are on the device meanwhile. Raises HardwareError if the host
         cannot pin memory for them."""
         if part not in self.moments and any(part.state.values()):  # of a checkpoint
             self._take(part)
@@ -65,6 +108,7 @@ class HostMoments:
         if self.last is not None:
             self.next[self.last] = part
         self.last = part
+        self._make_slots()  # before a slot is used: the next weight, which is fetched below, may be the largest
         slot, arrived = self.filled.pop(part) if part in self.filled else self._fetch(part)
         self.filled.clear()  # the slot of a part that was expected, and did not come, is filled anew
         views, (state,) = self._views(part, slot), part.state.values()
@@ -90,37 +134,20 @@ class HostMoments:
 
     def forget(self) -> None:
         """Release the memory of all moments. Call this before a checkpoint replaces them."""
-        self.settle()
-        for moments in self.moments.values() if self.leaving is not None else ():
-            for kept in moments.values():
-                torch.cuda.cudart().cudaHostUnregister(kept.data_ptr())
         self.moments.clear()
         self.filled.clear()
         self.last = None
+        self.memory = PinnedMemory(self.device)
 
     def _take(self, part: torch.optim.Optimizer) -> None:
-        """Move the moments of `part` to page-locked memory."""
+        """Move the moments of `part` to the host."""
         (state,) = part.state.values()
-        self.moments[part] = {key: self._pinned(value) for key, value in state.items() if is_away(value)}
+        self.moments[part] = {key: self.memory.copy(value) for key, value in state.items() if is_away(value)}
+        self.largest = max([self.largest, *(kept.nbytes for kept in self.moments[part].values())])
         state.update(self.moments[part])
-
-    def _pinned(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy in page-locked memory. torch's allocator of such memory would round its size up to a power of two."""
-        kept = torch.empty(value.shape, dtype=value.dtype).copy_(value)
-        if self.leaving is None:
-            return kept
-        if int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)):
-            size = sum(moment.nbytes for moments in self.moments.values() for moment in moments.values())
-            raise MemoryShortError(
-                f"optimizer.offload: the host cannot pin more memory: {size / GIB:.1f} GiB of moments are pinned, and "
-                f"{kept.nbytes / GIB:.2g} more were refused ({refused}). Set it to false. The cause may be a limit: "
-                "`ulimit -l`, or the container's."
-            )
-        return kept
 
     def _fetch(self, part: torch.optim.Optimizer) -> tuple[int, Any]:
         """Start to copy the moments of `part` to the next slot. Returns the slot and the event of their arrival."""
-        self._require(sum(map(_space, self.moments[part].values())))
         slot = self.turn = (self.turn + 1) % SLOTS
         with self._on(self.arriving):
             self._wait(self.left)  # the slot is empty, and the host has the moments of the last update
@@ -128,24 +155,24 @@ class HostMoments:
                 view.copy_(self.moments[part][key], non_blocking=True)
             return slot, self._event(self.arriving)
 
-    def _require(self, size: int) -> None:
-        """Make the slots at least `size` bytes large. The first step has no slots, so the second step makes them for
-        the largest weight. Kernels that are still queued may use the memory of new slots, and copies the old slots. So
-        the host waits for both."""
-        if not self.slots or self.slots[0].numel() < size:
-            self.filled.clear()
-            largest = max(sum(map(_space, moments.values())) for moments in self.moments.values())
-            made = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+    def _make_slots(self) -> None:
+        """Make the slots large enough for each weight. The first step has no slots, so the second step makes them.
+        Copies may still use the old slots, and queued kernels the memory of new slots. So the host waits for both."""
+        if not self.slots or self.slots[0][0].nbytes < self.largest:
             self.settle()
-            self.slots = made
+            self.filled.clear()
+            self.slots.clear()
+            count = max(map(len, self.moments.values()))
+            space = partial(torch.empty, self.largest, dtype=torch.uint8, device=self.device)
+            self.slots += [[space() for _ in range(count)] for _ in range(SLOTS)]
 
     def _views(self, part: torch.optim.Optimizer, slot: int) -> dict[str, torch.Tensor]:
-        """The places in a slot for the moments of `part`."""
-        views, at = dict[str, torch.Tensor](), 0
-        for key, kept in self.moments[part].items():
-            views[key] = self.slots[slot][at : at + kept.nbytes].view(kept.dtype).view(kept.shape)
-            at += _space(kept)
-        return views
+        """The places in a slot for the moments of `part`. Moments that share a tensor would be one input of a compiled
+        update."""
+        return {
+            key: space[: kept.nbytes].view(kept.dtype).as_strided(kept.shape, kept.stride())
+            for (key, kept), space in zip(self.moments[part].items(), self.slots[slot], strict=False)
+        }
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -157,8 +184,3 @@ class HostMoments:
         """Let the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-
-
-def _space(moment: torch.Tensor) -> int:
-    """Bytes in a slot. Compiled updates want each tensor to begin at a multiple of 16 bytes."""
-    return -(-moment.nbytes // 256) * 256

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Compression, Degrees
+from fxtune.estimate.memory import HOST_SHARE, host_moments
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import freed_gradients, rows
+from fxtune.system.terminal.units import GIB
 
 SHOWN = 3
 """How many tokens a message names."""
@@ -21,9 +23,22 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts)
     yield from _frozen_model(config)
+    yield from _host_moments(facts)
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
+
+
+def _host_moments(facts: Facts) -> Iterator[str]:
+    """Yield why the host's memory cannot hold the moments of optimizer.offload."""
+    moments, host = host_moments(facts), facts.host_memory
+    if facts.device == "cuda" and moments > HOST_SHARE * host:
+        ranks = f" on each of {facts.degrees.ranks} ranks" if facts.degrees.ranks > 1 else ""
+        yield (
+            f"optimizer.offload: the moments take {moments / GIB:.1f} GiB{ranks}, and may take {HOST_SHARE:.0%} of "
+            f"{host / GIB:.1f} GiB, the memory of the host{' for a rank' if ranks else ''}. Set it to false"
+            f"{', or optimizer.moments to bfloat16' * (facts.optimizer.size == 4)}, or use a host with more memory."
+        )
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

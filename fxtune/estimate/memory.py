@@ -196,10 +196,10 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     }
     weights, trained = _bytes_of_rank(facts, shape)
     exchange, summed = exchange_bytes(facts)
-    moments = trained.moments
+    host, host_moments, moments = 0, 0, trained.moments
     if facts.optimizer.slots:
         largest = max(trained.end, trained.layer) * moments // max(trained.gradients, 1)
-        moments = min(moments, facts.optimizer.slots * largest)
+        host_moments, moments = moments, min(moments, facts.optimizer.slots * largest)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -207,7 +207,6 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
-    host = 0
     behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
     for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
         kept, working, sent = bytes_of[kind, level]
@@ -242,18 +241,13 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         update,
         images.held,
         images.peak + before,
-        host_moments(facts),
+        host_moments,
     )
 
 
-def host_moments(facts: Facts) -> int:
-    """Bytes of moments that a rank keeps in host memory (optimizer.offload)."""
-    return _bytes_of_rank(facts, shape_of(facts))[1].moments if facts.optimizer.slots else 0
-
-
 def host_for_activations(facts: Facts) -> float:
-    """Bytes of pinned host memory that activations may fill."""
-    return max(HOST_SHARE * facts.host_memory - host_moments(facts), 0.0)
+    """Bytes of pinned host memory that moments leave to activations."""
+    return max(HOST_SHARE * facts.host_memory - forecast(facts, RecomputePlan()).host_moments, 0.0)
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:

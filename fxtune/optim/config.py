@@ -65,9 +65,9 @@ class OptimizerConfig:
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16` takes half the memory, 4 bytes a
     weight. These moments are rounded stochastically, too."""
     offload: bool = False
-    """Keep the moments of `adamw` in page-locked memory of the host, in full fine-tuning on a GPU. Each weight's
-    moments are copied to the GPU for its update, and back. While weights are updated, the moments of two weights are
-    on the GPU, too. With in_backward the copies overlap with the backward pass."""
+    """Keep the moments of `adamw` in page-locked memory of the host, in full fine-tuning on a GPU. While a weight is
+    updated, its moments and the next weight's moments are also on the GPU. With in_backward the copies overlap with
+    the backward pass."""
     in_backward: Switch = Switch.auto
     """Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient. So full
     fine-tuning holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on one

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,15 +27,8 @@ from fxtune.system.terminal.units import GIB
 SLOTS = 2
 
 
-def is_away(moment: torch.Tensor) -> bool:
-    """Whether a tensor of an optimizer's state is kept on the host. The count of steps is a scalar and stays on the
-    device."""
-    return moment.dim() > 0
-
-
 class PinnedMemory:
-    """Tensors in page-locked memory of the host. The memory is unlocked when this object dies. On a CPU the memory is
-    not locked."""
+    """Tensors in host memory, which is page-locked for a GPU until this object dies."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -46,16 +39,18 @@ class PinnedMemory:
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """A copy of `value` in pages that no other tensor uses, because a page can be locked only once. (torch's
         allocator of such memory would round the size up to a power of two.) Raises HardwareError if the host cannot
-        lock more memory. This is no MemoryShortError, because an update must not be repeated with fewer rows."""
+        lock more memory. It is no MemoryShortError, after which the caller would repeat a half-done update."""
         try:
             pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             kept = torch.frombuffer(pages, dtype=value.dtype).as_strided(value.shape, value.stride())
-            if self.on_gpu and int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), len(pages), 0)):
-                raise OSError(str(refused))
+            if self.on_gpu:
+                pages.madvise(mmap.MADV_DONTFORK)  # a fork would copy locked pages, and might swap them
+                if int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), len(pages), 0)):
+                    raise OSError(str(refused))
         except OSError as error:
-            size = sum(tensor.nbytes for tensor in self.tensors)
+            size = sum(tensor.nbytes for tensor in self.tensors) / GIB
             raise HardwareError(
-                f"optimizer.offload: the host cannot pin more memory: {size / GIB:.1f} GiB of moments are pinned, and "
+                f"optimizer.offload: the host cannot pin more memory: {size:.1f} GiB of moments are pinned, and "
                 f"{value.nbytes / GIB:.2g} more were refused ({error}). Set it to false, or raise the limit (`ulimit "
                 "-l`, or the container's)."
             ) from error
@@ -75,8 +70,7 @@ class HostMoments:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        on_gpu = device.type == "cuda"
-        self.arriving, self.leaving = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+        self.arriving, self.leaving = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self.memory = PinnedMemory(device)
         self.moments: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         """The moments of each part in `memory`, by their key in its state."""
@@ -98,17 +92,15 @@ class HostMoments:
     def on_device(self, part: torch.optim.Optimizer) -> Iterator[None]:
         """Let the body update `part`, whose moments are on the device meanwhile. Raises HardwareError if the host
         cannot pin memory for them."""
-        if part not in self.moments and any(part.state.values()):  # of a checkpoint
-            self._take(part)
-        if not self.moments.get(part):
+        self._take(part)  # from a checkpoint
+        if part not in self.moments:
             yield
-            if part not in self.moments and any(part.state.values()):
-                self._take(part)
+            self._take(part)
             return
         if self.last is not None:
             self.next[self.last] = part
         self.last = part
-        self._make_slots()  # before a slot is used: the next weight, which is fetched below, may be the largest
+        self._make_slots()  # not later: the next weight, which is fetched below, may be the largest
         slot, arrived = self.filled.pop(part) if part in self.filled else self._fetch(part)
         self.filled.clear()  # the slot of a part that was expected, and did not come, is filled anew
         views, (state,) = self._views(part, slot), part.state.values()
@@ -118,12 +110,12 @@ class HostMoments:
         try:
             state.update(views)
             yield
-            updated = None if self.leaving is None else torch.cuda.current_stream(self.device).record_event()
-            with self._on(self.leaving):
+            updated = self._event()
+            with torch.cuda.stream(self.leaving):
                 self._wait(updated)
                 for key, kept in self.moments[part].items():
                     kept.copy_(views[key], non_blocking=True)
-                self.left = self._event(self.leaving)
+                self.left = self._event()
         finally:
             state.update(self.moments[part])
 
@@ -140,20 +132,20 @@ class HostMoments:
         self.memory = PinnedMemory(self.device)
 
     def _take(self, part: torch.optim.Optimizer) -> None:
-        """Move the moments of `part` to the host."""
-        (state,) = part.state.values()
-        self.moments[part] = {key: self.memory.copy(value) for key, value in state.items() if is_away(value)}
-        self.largest = max([self.largest, *(kept.nbytes for kept in self.moments[part].values())])
-        state.update(self.moments[part])
+        """Move the moments of `part` to the host, if it has moments. The count of steps stays on the device."""
+        for state in filter(None, part.state.values() if part not in self.moments else ()):
+            self.moments[part] = {key: self.memory.copy(value) for key, value in state.items() if key != "step"}
+            self.largest = max(self.largest, *(kept.nbytes for kept in self.moments[part].values()))
+            state.update(self.moments[part])
 
     def _fetch(self, part: torch.optim.Optimizer) -> tuple[int, Any]:
         """Start to copy the moments of `part` to the next slot. Returns the slot and the event of their arrival."""
         slot = self.turn = (self.turn + 1) % SLOTS
-        with self._on(self.arriving):
+        with torch.cuda.stream(self.arriving):
             self._wait(self.left)  # the slot is empty, and the host has the moments of the last update
             for key, view in self._views(part, slot).items():
                 view.copy_(self.moments[part][key], non_blocking=True)
-            return slot, self._event(self.arriving)
+            return slot, self._event()
 
     def _make_slots(self) -> None:
         """Make the slots large enough for each weight. The first step has no slots, so the second step makes them.
@@ -162,23 +154,21 @@ class HostMoments:
             self.settle()
             self.filled.clear()
             self.slots.clear()
-            count = max(map(len, self.moments.values()))
-            space = partial(torch.empty, self.largest, dtype=torch.uint8, device=self.device)
-            self.slots += [[space() for _ in range(count)] for _ in range(SLOTS)]
+            space, count = partial(torch.empty, self.largest, dtype=torch.uint8), max(map(len, self.moments.values()))
+            self.slots += [[space(device=self.device) for _ in range(count)] for _ in range(SLOTS)]
 
     def _views(self, part: torch.optim.Optimizer, slot: int) -> dict[str, torch.Tensor]:
-        """The places in a slot for the moments of `part`. Moments that share a tensor would be one input of a compiled
-        update."""
-        return {
-            key: space[: kept.nbytes].view(kept.dtype).as_strided(kept.shape, kept.stride())
-            for (key, kept), space in zip(self.moments[part].items(), self.slots[slot], strict=False)
-        }
+        """The moments of `part` in a slot. They are no views of one tensor, for which an update would be compiled
+        again."""
+        views = dict[str, torch.Tensor]()
+        for (key, kept), space in zip(self.moments[part].items(), self.slots[slot], strict=False):
+            empty = torch.empty(0, dtype=kept.dtype, device=self.device)
+            views[key] = empty.set_(space.untyped_storage(), 0, kept.shape, kept.stride())
+        return views
 
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def _event(self, stream: Any) -> Any:
-        return None if stream is None else stream.record_event()
+    def _event(self) -> Any:
+        """An event of the current stream; None on a CPU."""
+        return None if self.leaving is None else torch.cuda.current_stream(self.device).record_event()
 
     def _wait(self, event: Any) -> None:
         """Let the current stream wait for `event`."""

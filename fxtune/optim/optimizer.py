@@ -28,7 +28,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.execution import OptimizerState
 from fxtune.optim.config import BITSANDBYTES, TORCHAO, TRAITS, OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
-from fxtune.optim.host_moments import SLOTS, HostMoments, is_away
+from fxtune.optim.host_moments import SLOTS, HostMoments
 from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.files.compiler_cache import use_cache_folder
@@ -275,7 +275,7 @@ class Optimizer:
                     moments = saved.get(self.names[parameter], {})
                     step_on_host = not (group.get("fused") or group.get("capturable"))
                     for key, value in moments.items():
-                        on_host = (key == "step" and step_on_host) or (self.host_moments and is_away(value))
+                        on_host = step_on_host if key == "step" else self.host_moments is not None
                         if isinstance(value, torch.Tensor) and not on_host:
                             moments[key] = value.to(parameter.device)
                     part.state[parameter] = state = _library_state(parameter, moments)

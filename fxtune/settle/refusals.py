@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Compression, Degrees
-from fxtune.estimate.memory import HOST_SHARE, host_moments
+from fxtune.estimate.memory import HOST_SHARE, forecast
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
@@ -31,13 +32,12 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 def _host_moments(facts: Facts) -> Iterator[str]:
     """Yield why the host's memory cannot hold the moments of optimizer.offload."""
-    moments, host = host_moments(facts), facts.host_memory
+    moments, host = forecast(facts, RecomputePlan()).host_moments / GIB, facts.host_memory / GIB
     if facts.device == "cuda" and moments > HOST_SHARE * host:
-        ranks = f" on each of {facts.degrees.ranks} ranks" if facts.degrees.ranks > 1 else ""
+        smaller = ", or optimizer.moments to bfloat16" * (facts.optimizer.size == 4)
         yield (
-            f"optimizer.offload: the moments take {moments / GIB:.1f} GiB{ranks}, and may take {HOST_SHARE:.0%} of "
-            f"{host / GIB:.1f} GiB, the memory of the host{' for a rank' if ranks else ''}. Set it to false"
-            f"{', or optimizer.moments to bfloat16' * (facts.optimizer.size == 4)}, or use a host with more memory."
+            f"optimizer.offload: the moments of a rank take {moments:.1f} GiB. They may fill {HOST_SHARE:.0%} of the "
+            f"host's memory, which is {host:.1f} GiB for each rank. Set it to false{smaller}, or use a larger host."
         )
 
 

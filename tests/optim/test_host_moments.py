@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.system.process.oom import catch_out_of_memory
 from fxtune.training.in_backward import InBackward
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": dict(stochastic_rounding=True, moments=Moments.bfloat16),
     "lr_vision": dict(lr_vision=1e-3),
@@ -87,7 +88,7 @@ def test_updates_in_the_backward_pass_have_the_bits_of_an_ordinary_step(case):
             if updating:
                 updating.begin(1e-2, finite, number)
             torch.manual_seed(number)
-            trained(torch.randn(8, 32).to(trained[0].weight.dtype)).float().square().mean().backward()
+            trained(torch.randn(8, 32).to(next(trained.parameters()).dtype)).float().square().mean().backward()
             if updating:
                 updating.end()
             else:
@@ -117,10 +118,11 @@ def test_an_update_that_fails_leaves_the_moments_of_the_last_step():
     optimizer = Optimizer(trained, OptimizerConfig(offload=True))
     steps(optimizer, trained, range(2))
     before = {name: tensor.clone() for name, tensor in optimizer.state()[0].items()}
-    part = optimizer.parts[0]
+    part, moments = optimizer.parts[0], optimizer.host_moments
+    assert moments
 
     def fail() -> None:
-        with optimizer.host_moments.on_device(part):
+        with moments.on_device(part):
             next(iter(part.state.values()))["exp_avg"].zero_()
             raise ZeroDivisionError
 
@@ -174,6 +176,7 @@ def test_memory_that_cannot_be_locked_ends_the_run_and_is_not_taken_for_a_full_g
     driver.limit = 10_000
     trained = model("float32")
     optimizer = made("float32", trained, True, in_backward)
+    assert optimizer.host_moments
     optimizer.host_moments.memory = PinnedMemory(torch.device("cuda"))
 
     def step() -> None:

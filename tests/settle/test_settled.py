@@ -252,7 +252,7 @@ def test_moments_that_exceed_the_hosts_memory_are_one_refusal(words):
     with pytest.raises(ConfigError) as caught:
         settled(replace(H200, host_memory=64 * 2**30), *words)
     (line,) = reasons(caught.value)[1:]
-    assert line.startswith("optimizer.offload: the moments take 59.8 GiB, ")
+    assert line.startswith("optimizer.offload: the moments of a rank take 59.8 GiB. ")
     assert "64.0 GiB" in line
     assert "optimizer.moments to bfloat16" in line
     settled(replace(H200, host_memory=64 * 2**30), *words, "optimizer.moments=bfloat16")

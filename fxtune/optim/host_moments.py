@@ -44,7 +44,7 @@ class PinnedMemory:
             pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             kept = torch.frombuffer(pages, dtype=value.dtype).as_strided(value.shape, value.stride())
             if self.on_gpu:
-                pages.madvise(mmap.MADV_DONTFORK)  # a fork would copy locked pages, and might swap them
+                pages.madvise(mmap.MADV_DONTFORK)  # a fork would copy locked pages, or move them
                 if int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), len(pages), 0)):
                     raise OSError(str(refused))
         except OSError as error:
@@ -60,9 +60,8 @@ class PinnedMemory:
 
 def _unlock(device: torch.device, tensors: list[torch.Tensor]) -> None:
     torch.cuda.synchronize(device)  # copies may still be in progress
-    for tensor in tensors:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-    tensors.clear()
+    while tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensors.pop().data_ptr())
 
 
 class HostMoments:
@@ -158,8 +157,7 @@ class HostMoments:
             self.slots += [[space(device=self.device) for _ in range(count)] for _ in range(SLOTS)]
 
     def _views(self, part: torch.optim.Optimizer, slot: int) -> dict[str, torch.Tensor]:
-        """The moments of `part` in a slot. They are no views of one tensor, for which an update would be compiled
-        again."""
+        """The moments of `part` in a slot. For compiled updates they are no views of one tensor."""
         views = dict[str, torch.Tensor]()
         for (key, kept), space in zip(self.moments[part].items(), self.slots[slot], strict=False):
             empty = torch.empty(0, dtype=kept.dtype, device=self.device)

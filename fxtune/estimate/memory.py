@@ -198,8 +198,9 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     exchange, summed = exchange_bytes(facts)
     host, host_moments, moments = 0, 0, trained.moments
     if facts.optimizer.slots:
-        largest = max(trained.end, trained.layer) * moments // max(trained.gradients, 1)
-        host_moments, moments = moments, min(moments, facts.optimizer.slots * largest)
+        # Weights of each size have slots: those of a layer, and embedding and head.
+        slots = facts.optimizer.slots * (trained.end + trained.layer) * moments // max(trained.gradients, 1)
+        host_moments, moments = moments, min(moments, slots)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:

@@ -1,9 +1,10 @@
 """Keeps an optimizer's moments in host memory (optimizer.offload): 4 to 8 bytes a weight less on the device.
 
-Each weight's moments are copied to one of two slots on the device, updated there, and copied back. Two side streams
-copy, one in each direction. While a weight is updated, the moments of the next weight arrive and the moments of the
-last weight leave. The order of the last step says which weight is next. With optimizer.in_backward the copies also
-overlap with the backward pass. Events keep the order of copies and updates, and the host waits only to read moments.
+Each weight's moments are copied to a slot on the device, updated there, and copied back. Two side streams copy, one in
+each direction. While a weight is updated, the moments of the next weights arrive and the moments of the last weights
+leave. The order of the last step says which weights are next. With optimizer.in_backward the copies also overlap with
+the backward pass. There gradients come in bursts, so moments of several weights arrive ahead. Events keep the order of
+copies and updates, and the host waits only to read moments.
 
 The device updates, so weights and moments have the same bits as without offload, and the speed does not depend on the
 host's cores (as in ZeRO-Offload, arXiv 2101.06840, which updates there). By calculation an 8B model with moments in
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from fxtune.errors import HardwareError
 from fxtune.system.terminal.units import GIB
 
 SLOTS = 2
+"""Slots on the device for weights of each size."""
+AHEAD = 8
+"""How many weights ahead moments are copied to the device. A decoder layer has 7 matrices."""
 
 
 class PinnedMemory:
@@ -64,6 +69,16 @@ def _unlock(device: torch.device, tensors: list[torch.Tensor]) -> None:
         torch.cuda.cudart().cudaHostUnregister(tensors.pop().data_ptr())
 
 
+@dataclass(eq=False)
+class Slot:
+    """Memory of the device for the moments of one weight."""
+
+    spaces: list[torch.Tensor]
+    """A flat uint8 tensor for each moment."""
+    free: Any
+    """The event after which the memory may be written."""
+
+
 class HostMoments:
     """The moments of library optimizers that have one weight each. On a CPU the slots are copies, too."""
 
@@ -73,15 +88,11 @@ class HostMoments:
         self.memory = PinnedMemory(device)
         self.moments: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         """The moments of each part in `memory`, by their key in its state."""
-        self.largest = 0
-        """The bytes of the largest moment."""
-        self.slots: list[list[torch.Tensor]] = []
-        """Memory of the device: in each slot a flat uint8 tensor for each moment of a weight, with `largest` bytes."""
-        self.turn = 0
-        """The slot that was filled last."""
-        self.left: Any = None
-        """The event of the last copy to the host."""
-        self.filled: dict[torch.optim.Optimizer, tuple[int, Any]] = {}
+        self.left: dict[torch.optim.Optimizer, Any] = {}
+        """The event of the last copy of each part to the host."""
+        self.slots: defaultdict[tuple[int, ...], list[Slot]] = defaultdict(list)
+        """The slots by the bytes of the moments that they hold."""
+        self.filled: dict[torch.optim.Optimizer, tuple[Slot, Any]] = {}
         """The slot of each part whose moments are on the way to the device, and the event of their arrival."""
         self.next: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
         """For each part the part that was last updated after it."""
@@ -99,12 +110,11 @@ class HostMoments:
         if self.last is not None:
             self.next[self.last] = part
         self.last = part
-        self._make_slots()  # not later: the next weight, which is fetched below, may be the largest
-        slot, arrived = self.filled.pop(part) if part in self.filled else self._fetch(part)
-        self.filled.clear()  # the slot of a part that was expected, and did not come, is filled anew
+        if part not in self.filled:  # another order than in the last step: all slots are filled anew
+            self.filled.clear()
+            self._fetch(part)
+        slot, arrived = self.filled.pop(part)
         views, (state,) = self._views(part, slot), part.state.values()
-        if (following := self.next.get(part, part)) is not part and following in self.moments:
-            self.filled[following] = self._fetch(following)
         self._wait(arrived)
         try:
             state.update(views)
@@ -114,9 +124,19 @@ class HostMoments:
                 self._wait(updated)
                 for key, kept in self.moments[part].items():
                     kept.copy_(views[key], non_blocking=True)
-                self.left = self._event()
+                slot.free = self.left[part] = self._event()
+        except BaseException:
+            self.settle()  # kernels of the failed update may still use the slot
+            raise
         finally:
             state.update(self.moments[part])
+        following: torch.optim.Optimizer | None = part
+        for _ in range(AHEAD):
+            following = None if following is None else self.next.get(following)
+            if following in self.filled:
+                continue
+            if following is part or following not in self.moments or not self._fetch(following):
+                break
 
     def settle(self) -> None:
         """Wait until all moments are on the host. Call this before they are read."""
@@ -125,8 +145,9 @@ class HostMoments:
 
     def forget(self) -> None:
         """Release the memory of all moments. Call this before a checkpoint replaces them."""
-        self.moments.clear()
-        self.filled.clear()
+        self.settle()
+        for table in (self.moments, self.left, self.filled):
+            table.clear()
         self.last = None
         self.memory = PinnedMemory(self.device)
 
@@ -134,32 +155,33 @@ class HostMoments:
         """Move the moments of `part` to the host, if it has moments. The count of steps stays on the device."""
         for state in filter(None, part.state.values() if part not in self.moments else ()):
             self.moments[part] = {key: self.memory.copy(value) for key, value in state.items() if key != "step"}
-            self.largest = max(self.largest, *(kept.nbytes for kept in self.moments[part].values()))
             state.update(self.moments[part])
 
-    def _fetch(self, part: torch.optim.Optimizer) -> tuple[int, Any]:
-        """Start to copy the moments of `part` to the next slot. Returns the slot and the event of their arrival."""
-        slot = self.turn = (self.turn + 1) % SLOTS
+    def _fetch(self, part: torch.optim.Optimizer) -> bool:
+        """Start to copy the moments of `part` to a slot of their size. Returns False if all those slots are filled."""
+        sizes = tuple(kept.nbytes for kept in self.moments[part].values())
+        slots, filled = self.slots[sizes], [slot for slot, _ in self.filled.values()]
+        slot = next((slot for slot in slots if slot not in filled), None)
+        if slot is None:
+            if len(slots) == SLOTS:
+                return False
+            # Queued kernels may still use the memory that the allocator gives.
+            spaces = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+            slots.append(slot := Slot(spaces, self._event()))
+        else:
+            slots.append(slots.pop(slots.index(slot)))  # the slot that was used last comes last
         with torch.cuda.stream(self.arriving):
-            self._wait(self.left)  # the slot is empty, and the host has the moments of the last update
+            self._wait(slot.free)
+            self._wait(self.left.get(part))
             for key, view in self._views(part, slot).items():
                 view.copy_(self.moments[part][key], non_blocking=True)
-            return slot, self._event()
+            self.filled[part] = slot, self._event()
+        return True
 
-    def _make_slots(self) -> None:
-        """Make the slots large enough for each weight. The first step has no slots, so the second step makes them.
-        Copies may still use the old slots, and queued kernels the memory of new slots. So the host waits for both."""
-        if not self.slots or self.slots[0][0].nbytes < self.largest:
-            self.settle()
-            self.filled.clear()
-            self.slots.clear()
-            space, count = partial(torch.empty, self.largest, dtype=torch.uint8), max(map(len, self.moments.values()))
-            self.slots += [[space(device=self.device) for _ in range(count)] for _ in range(SLOTS)]
-
-    def _views(self, part: torch.optim.Optimizer, slot: int) -> dict[str, torch.Tensor]:
+    def _views(self, part: torch.optim.Optimizer, slot: Slot) -> dict[str, torch.Tensor]:
         """The moments of `part` in a slot. For compiled updates they are no views of one tensor."""
         views = dict[str, torch.Tensor]()
-        for (key, kept), space in zip(self.moments[part].items(), self.slots[slot], strict=False):
+        for (key, kept), space in zip(self.moments[part].items(), slot.spaces, strict=True):
             empty = torch.empty(0, dtype=kept.dtype, device=self.device)
             views[key] = empty.set_(space.untyped_storage(), 0, kept.shape, kept.stride())
         return views

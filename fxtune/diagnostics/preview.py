@@ -315,7 +315,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         "ranks": f"{degrees.ranks} ({degrees})" if degrees.ranks > 1 else "",
         **need.parts,
         "in all": f"{_gib(need.device)}, {_gib(facts.free_memory)} are free: {fits}",
-        "host memory": need.host,
+        "host memory": need.pinned,
     }
     if degrees.ranks > 1:
         traffic = step_traffic(facts, own)

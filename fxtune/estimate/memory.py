@@ -76,6 +76,8 @@ SPARE = 0.04
 UNEVEN = 1.1
 """Rows that divided experts of one rank may have, as a multiple of the mean over ranks. This number is an assumption,
 not a measurement."""
+HOST_SHARE = 0.8
+"""The share of the host's memory that pinned tensors may fill."""
 WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
 PEAKS = {
@@ -107,7 +109,7 @@ class Need:
     """Bytes that the layers' backward pass adds to `kept` at its peak, including the gradients at that time."""
     loss: int
     host: int = 0
-    """Bytes of pinned host memory."""
+    """Bytes of activations in pinned host memory."""
     exchange: int = 0
     """Bytes of buffers for the exchange of weights and gradients with other ranks."""
     gradients: int = 0
@@ -119,6 +121,13 @@ class Need:
     """Bytes that a whole step holds for images (BesideMemory.held)."""
     images_peak: int = 0
     """Bytes that the parts for images add to `images` while they run, including the gradients at that time."""
+    host_moments: int = 0
+    """Bytes of the optimizer's moments in pinned host memory."""
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned host memory."""
+        return self.host + self.host_moments
 
     @property
     def passing(self) -> int:
@@ -187,6 +196,11 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     }
     weights, trained = _bytes_of_rank(facts, shape)
     exchange, summed = exchange_bytes(facts)
+    host, host_moments, moments = 0, 0, trained.moments
+    if facts.optimizer.slots:
+        # Weights of each size have slots: those of a layer, and embedding and head.
+        slots = facts.optimizer.slots * (trained.end + trained.layer) * moments // max(trained.gradients, 1)
+        host_moments, moments = moments, min(moments, slots)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -194,7 +208,6 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
-    host = 0
     behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
     for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
         kept, working, sent = bytes_of[kind, level]
@@ -219,7 +232,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
-        trained.moments + gradients,
+        moments + gradients,
         int(held),
         int(max(most - held, 0)) + summed,
         _loss_bytes(facts, shape),
@@ -229,7 +242,13 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         update,
         images.held,
         images.peak + before,
+        host_moments,
     )
+
+
+def host_for_activations(facts: Facts) -> float:
+    """Bytes of pinned host memory that moments leave to activations."""
+    return max(HOST_SHARE * facts.host_memory - forecast(facts, RecomputePlan()).host_moments, 0.0)
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:

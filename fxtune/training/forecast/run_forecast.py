@@ -159,7 +159,7 @@ class RunForecast:
 
     @property
     def fits(self) -> bool:
-        return self.need.device <= self.facts.free_memory and self.need.host <= self.facts.host_memory
+        return self.need.device <= self.facts.free_memory and self.need.pinned <= self.facts.host_memory
 
     @property
     def seconds(self) -> float | None:

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from pathlib import Path
 
@@ -350,6 +351,7 @@ def test_moments_in_host_memory_change_no_bit_and_leave_the_card(stochastic):
         model = nn.ModuleList(nn.Linear(4096, size) for size in sizes).to("cuda", torch.bfloat16)
         options = dict(stochastic_rounding=True, moments=Moments.bfloat16) if stochastic else {}
         optimizer = Optimizer(model, OptimizerConfig(offload=offload, weight_decay=0.1, **options))
+        gc.collect()
         before = torch.cuda.memory_allocated()
         for step in range(8):
             for index, parameter in enumerate(model.parameters()):
@@ -363,8 +365,8 @@ def test_moments_in_host_memory_change_no_bit_and_leave_the_card(stochastic):
         if offload:
             assert all(tensor.is_pinned() for tensor in tensors.values() if tensor.dim())
     plain, away = found
-    assert all(torch.equal(plain[name].cpu(), away[name].cpu()) for name in plain)
-    assert held[1] < 0.4 * held[0]
+    assert [name for name in plain if not torch.equal(plain[name].cpu(), away[name].cpu())] == []
+    assert held[1] < 0.55 * held[0]  # of the eight matrices five have one size, with two slots
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

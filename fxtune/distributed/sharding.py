@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxtune.distributed.chunks import LinearWeights, divided_like, is_divided, local
-from fxtune.distributed.copy_engines import copy_engine_gather
+from fxtune.distributed.copy_engines import copy_engine_gather, gathered_bytes
 from fxtune.distributed.world import World
 
 OWN = "own_experts"
@@ -136,11 +136,14 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         with _CodesWithoutGradients():
             divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-        ignored.update(part.parameters())
+        own = [weight for weight in part.parameters() if weight not in ignored]
+        sizes.append(gathered_bytes(own, mesh.size(-1), dtype))
+        ignored.update(own)
         return divided
 
-    gather, gathered_by = copy_engine_gather(world)
+    sizes = list[int]()
     groups = [divide(layer) for layer in layers]
+    gather, gathered_by = copy_engine_gather(world, sizes)
     for layer in groups if gather else ():
         layer.set_custom_all_gather(gather)
     for layer, following in itertools.pairwise(groups):

@@ -496,8 +496,10 @@ def exchange_bytes(facts: Facts) -> tuple[int, int]:
         return facts.sum_bytes * trained_parameters(facts), 0
     # The embedding is whole only in its own forward pass, when memory is far below its peak. The head's weight may be
     # the same tensor. It is whole from the end of the forward pass until its gradient is computed.
+    # A layer is whole while it runs, and the next layer is in a buffer. Copy engines keep two buffers.
     head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
-    whole = int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts))
+    held = 3 if facts.device == "cuda" else 2
+    whole = int(number_bytes(facts) * head + held * layer * linear_bytes(facts))
     if facts.execution.adapters:  # adapters' gradients are added up as replicas do it
         return whole + facts.sum_bytes * trained_parameters(facts), 0
     return whole, int(layer * (number_bytes(facts) + 4))

@@ -142,7 +142,7 @@ def observe(model: nn.Module, probe: dict[str, Any], sharding: Sharding) -> Iter
         "parallel",
         f"weights divided over {parts} ranks",
         f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of "
-        f"undivided weights on each; gathered by {sharding.gathered_by}",
+        f"undivided weights on each; layers are to be gathered by {sharding.gathered_by}",
         bool(divided) and most <= total / parts + spare,
     )
     if experts := [module for module in model.modules() if exchange_of(module) is not None]:

@@ -185,11 +185,12 @@ DTENSOR_TABLES = (
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's tables of operators.
+    """Free the symmetric memory of all groups, and empty DTensor's tables of operators.
 
     What: functions of torch.distributed.tensor that clear its caches.
     Why: the tables refer to the meshes of all tensors. The meshes keep the process groups and gloo's threads alive.
     """
+    _SYMMETRIC.clear()
     if "torch.distributed.tensor" in sys.modules:
         for table in DTENSOR_TABLES:
             with suppress(ImportError, AttributeError):
@@ -206,11 +207,12 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
 
 
 class SymmetricMemory:
-    """Memory of a GPU that all ranks of a group register with NCCL, at the same offsets.
+    """Memory of a GPU that all ranks of a group register with NCCL, at the same offsets. It is kept until the ranks
+    part, because torch does not take the registration back when memory is freed.
 
     What: torch.distributed._symmetric_memory.
-    Why: torch documents it, but under a private name. FSDPModule.set_symm_mem_for_comm (from torch 2.13) also
-    takes its memory from there, and picks blocks that may differ between ranks.
+    Why: torch documents it, but under a private name. FSDPModule.set_symm_mem_for_comm (from torch 2.13) also takes
+    its memory from there, and picks blocks that may differ between ranks.
     Gone: NCCL's kernels gather weights, and the proofs say so.
     """
 
@@ -219,18 +221,34 @@ class SymmetricMemory:
 
         symmetric.set_backend("NCCL")
         self.device, self.group = device, group
+        self.kept: list[torch.Tensor] = []
         torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL starts with the first exchange
         allocator = symmetric.get_mempool_allocator(device)
         self.pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
 
-    def empty(self, size: int) -> torch.Tensor:
-        """`size` uninitialized bytes. All ranks of the group call this together."""
+    def buffers(self, count: int, size: int) -> list[torch.Tensor]:
+        """`count` flat uint8 tensors with at least `size` uninitialized bytes each, the same ones in each call. All
+        ranks of the group call this together."""
         from torch.distributed._symmetric_memory import rendezvous
 
-        with torch.cuda.use_mem_pool(self.pool):
-            tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        rendezvous(tensor, group=self.group.group_name)
-        return tensor
+        torch.cuda.empty_cache()  # this pool does not free the memory that torch keeps
+        while len(found := [tensor for tensor in self.kept if tensor.nbytes >= size]) < count:
+            with torch.cuda.use_mem_pool(self.pool):
+                tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+            rendezvous(tensor, group=self.group.group_name)
+            self.kept.append(tensor)
+        return found[:count]
+
+
+_SYMMETRIC: dict[str, SymmetricMemory] = {}
+"""The symmetric memory of each process group, by the group's name."""
+
+
+def symmetric_memory(device: torch.device, group: Any) -> SymmetricMemory:
+    """The symmetric memory of a process group. forget_meshes() frees it."""
+    if group.group_name not in _SYMMETRIC:
+        _SYMMETRIC[group.group_name] = SymmetricMemory(device, group)
+    return _SYMMETRIC[group.group_name]
 
 
 # The compiler

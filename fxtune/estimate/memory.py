@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,9 +199,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     exchange, summed = exchange_bytes(facts)
     host, host_moments, moments = 0, 0, trained.moments
     if facts.optimizer.slots:
-        # Weights of each size have slots: those of a layer, and embedding and head.
-        slots = facts.optimizer.slots * (trained.end + trained.layer) * moments // max(trained.gradients, 1)
-        host_moments, moments = moments, min(moments, slots)
+        host_moments, moments = moments, int(moments * _share_in_slots(facts))
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -511,6 +510,15 @@ def divides_experts(facts: Facts) -> bool:
         return False
     model = skeleton(facts.model)
     return model is not None and _divides(model, facts.degrees.shard * facts.degrees.context)
+
+
+def _share_in_slots(facts: Facts) -> float:
+    """The share of the moments for which the device has slots: of weights of each size, OptimizerState.slots."""
+    if (model := skeleton(facts.model)) is None:
+        return 1.0
+    counts = Counter(weight.numel() for weight in model.parameters())
+    held = sum(min(count, facts.optimizer.slots) * size for size, count in counts.items())
+    return held / sum(count * size for size, count in counts.items())
 
 
 @functools.lru_cache(maxsize=64)

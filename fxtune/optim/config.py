@@ -65,9 +65,9 @@ class OptimizerConfig:
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16` takes half the memory, 4 bytes a
     weight. These moments are rounded stochastically, too."""
     offload: bool = False
-    """Keep the moments of `adamw` in page-locked memory of the host, in full fine-tuning on a GPU. While a weight is
-    updated, its moments and the next weight's moments are also on the GPU. With in_backward the copies overlap with
-    the backward pass."""
+    """Keep the moments of `adamw` in page-locked memory of the host, in full fine-tuning on a GPU. Weights must not be
+    divided over GPUs. While a weight is updated, its moments and the moments of the next weights are also on the GPU,
+    of at most two weights of each size. With in_backward the copies overlap with the backward pass."""
     in_backward: Switch = Switch.auto
     """Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient. So full
     fine-tuning holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on one
@@ -202,7 +202,7 @@ def _no_offload(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.name is not OptimizerName.adamw:
         yield f"optimizer.offload: {config.name.value} keeps its moments on the GPU. Use adamw, or set it to false."
     if facts.device != "cuda":
-        yield "optimizer.offload: without a GPU all moments are in the host's memory. Set it to false."
+        yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
     if facts.techniques.lora.enabled:
         yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
     if facts.degrees.shard > 1:

@@ -44,7 +44,7 @@ class PinnedMemory:
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """A copy of `value` in pages that no other tensor uses, because a page can be locked only once. (torch's
         allocator of such memory would round the size up to a power of two.) Raises HardwareError if the host cannot
-        lock more memory. It is no MemoryShortError, after which the caller would repeat a half-done update."""
+        lock more memory. After a MemoryShortError the caller would repeat the update, which may be half done."""
         try:
             pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             kept = torch.frombuffer(pages, dtype=value.dtype).as_strided(value.shape, value.stride())
@@ -85,6 +85,7 @@ class HostMoments:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arriving, self.leaving = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        # Before `slots`: at the end it waits for copies that are in progress, and only then the slots are freed.
         self.memory = PinnedMemory(device)
         self.moments: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         """The moments of each part in `memory`, by their key in its state."""

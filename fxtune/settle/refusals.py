@@ -32,8 +32,10 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 def _host_moments(facts: Facts) -> Iterator[str]:
     """Yield why the host's memory cannot hold the moments of optimizer.offload."""
+    if not facts.optimizer.slots or facts.device != "cuda":
+        return
     moments, host = forecast(facts, RecomputePlan()).host_moments / GIB, facts.host_memory / GIB
-    if facts.device == "cuda" and moments > HOST_SHARE * host:
+    if moments > HOST_SHARE * host:
         smaller = ", or optimizer.moments to bfloat16" * (facts.optimizer.size == 4)
         yield (
             f"optimizer.offload: the moments of a rank take {moments:.1f} GiB. They may fill {HOST_SHARE:.0%} of the "

@@ -129,7 +129,7 @@ def test_pinned_memory_is_allocated_in_pieces():
     assert 31 * 400000 * 8192 <= need.host < 1.03 * 31 * 400000 * 8192
 
 
-def test_offloaded_moments_are_on_the_host_and_those_of_two_layers_on_the_device():
+def test_offloaded_moments_are_on_the_host_and_those_of_two_weights_of_each_size_on_the_device():
     facts = replace(card(139, 8192, techniques={"compile": {}}), optimizer=OptimizerState())
     plain, away = (
         forecast(each, RecomputePlan("input", sent="inputs"))
@@ -138,9 +138,9 @@ def test_offloaded_moments_are_on_the_host_and_those_of_two_layers_on_the_device
     assert plain.host_moments == 0
     assert away.host_moments == pytest.approx(2 * 2 * 8.03e9, rel=0.01)
     assert (away.host, away.pinned) == (plain.host, plain.host + away.host_moments)
-    head, layer = 128256 * 4096, 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336
+    sizes = (128256 * 4096, 4096**2, 1024 * 4096, 4096 * 14336)
     kept = away.host_moments - (plain.trained - away.trained)
-    assert kept == pytest.approx(2 * 2 * (2 * head + 2 * layer), rel=0.001)
+    assert kept == pytest.approx(2 * 2 * 2 * sum(sizes), rel=0.001)
 
 
 def test_a_quantized_base_and_adapters_take_less_memory():

@@ -357,6 +357,7 @@ def test_moments_in_host_memory_change_no_bit_and_leave_the_card(stochastic):
             for index, parameter in enumerate(model.parameters()):
                 torch.manual_seed(100 * step + index)
                 parameter.grad = torch.randn_like(parameter) if (index + step) % 7 else None
+            delay_copies(optimizer)
             optimizer.clip(1.0)
             optimizer.step(1e-3, YES.cuda() if step != 4 else ~YES.cuda(), seed=step)
         held.append(torch.cuda.memory_allocated() - before)
@@ -391,6 +392,7 @@ def test_a_whole_model_with_moments_in_host_memory_learns_the_same_bits_while_ot
             if updating:
                 updating.begin(1e-3, finite, step)
             rows.requires_grad_()  # so that all hooks run between the layers
+            delay_copies(optimizer)
             loss = (model(rows).float() - rows.detach().float().repeat(1, 2)).square().mean()
             loss.backward()
             allocate()
@@ -409,6 +411,14 @@ def test_a_whole_model_with_moments_in_host_memory_learns_the_same_bits_while_ot
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert [name for name in other if not torch.equal(other[name], found[0][name])] == []
+
+
+def delay_copies(optimizer: Optimizer) -> None:
+    """Let copies of moments wait for some milliseconds, so that an update that does not wait for them goes wrong."""
+    if away := optimizer.host_moments:
+        for stream in (away.arriving, away.leaving):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)
 
 
 def allocate() -> None:

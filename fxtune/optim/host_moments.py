@@ -17,7 +17,7 @@ import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ class PinnedMemory:
             kept = torch.frombuffer(pages, dtype=value.dtype).as_strided(value.shape, value.stride())
             if self.on_gpu:
                 pages.madvise(mmap.MADV_DONTFORK)  # a fork would copy locked pages, or move them
+                with suppress(OSError):  # a kernel without huge pages
+                    pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to lock
                 if int(refused := torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), len(pages), 0)):
                     raise OSError(str(refused))
         except OSError as error:

@@ -262,19 +262,9 @@ COLUMNS = {
 }
 """The metrics of a line in their order. All other metrics follow under their own names."""
 HIDDEN = (
-    *(
-        "time/",
-        "benchmarks/",
-        "startup/",
-        "train/forward_backward_seconds",
-        "train/update_seconds",
-        "train/gap",
-        "train/clipped",
-        *(
-            f"rollout/{name}"
-            for name in ("gap_p99", "left_out", "idle", "reward/", "reward_", "sampl", "tokens", "metric/")
-        ),
-    ),
+    *("time/", "benchmarks/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
+    *("train/gap", "train/clipped", "rollout/gap_p99", "rollout/left_out", "rollout/idle"),
+    *("rollout/reward/", "rollout/reward_", "rollout/sampl", "rollout/tokens", "rollout/metric/"),
     *(
         f"{part}/{name}"
         for part in ("train", "eval", "before")

@@ -104,8 +104,6 @@ def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
 
 
 class Chat:
-    """A conversation in the terminal."""
-
     def __init__(self, conversation: Conversation) -> None:
         self.conversation, self.speakers = conversation, conversation.speakers
         self.pending_images: list[str] = []

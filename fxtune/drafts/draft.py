@@ -202,7 +202,6 @@ def _divisors(batch: int) -> Iterator[int]:
 
 
 def _config(keys: dict[str, Any]) -> Config:
-    """The config of a recipe with these keys."""
     with tempfile.TemporaryDirectory(prefix="fxtune-new-") as folder:
         file = Path(folder) / "draft.yaml"
         file.write_text(recipe.text([], keys), encoding="utf-8")

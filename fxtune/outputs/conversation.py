@@ -120,8 +120,6 @@ def _base_of(output: RunOutput) -> str:
 
 
 class Conversation:
-    """A conversation with each speaker."""
-
     def __init__(
         self,
         speakers: list[Speaker],
@@ -132,7 +130,6 @@ class Conversation:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
     ) -> None:
-        """`images`: the image processor of a model that reads images."""
         self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = output.config.get("data") or {}

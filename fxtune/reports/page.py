@@ -97,8 +97,6 @@ class Table:
 
 @dataclass
 class RunView:
-    """The parts of the page about one run."""
-
     name: str
     color: int
     parts: list[TimeShare]
@@ -140,7 +138,6 @@ def write_report(folders: Sequence[Path], file: Path) -> None:
 
 
 def render(runs: Sequence[RunFiles]) -> str:
-    """The page about `runs`, as HTML."""
     from jinja2 import Environment
 
     assets = files("fxtune").joinpath("assets")

@@ -431,7 +431,8 @@ def _judged(answer: str | None, right: str | None) -> tuple[bool, str] | None:
 
 def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
     def dates(run: RunFiles) -> str | None:
-        return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
+        shown = (time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
+        return " to ".join(shown) or None
 
     rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
         ("command", lambda run: run.about.get("command")),

@@ -78,8 +78,8 @@ class RunFiles:
             if isinstance(moment, (float, int)):
                 times = [(times or [moment])[0], moment]
             last |= row
-            for name, value in row.items() if isinstance(step, int) else ():
-                if isinstance(value, (float, int)):
+            for name, value in row.items():
+                if isinstance(step, int) and isinstance(value, (float, int)):
                     curves.setdefault(name, {})[step] = value
         return curves, last, times
 

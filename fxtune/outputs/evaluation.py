@@ -144,15 +144,8 @@ def evaluate(
     )
     rows, accept = config.train.micro_batch_size, config.objective.accept
     images = image_processor(config.model, data, tokenizer, builder.settled.hf_config, builder.facts.dtype)
-    prepare = partial(
-        prepare_evaluation,
-        rows_to_read(builder.config),
-        tokenizer,
-        rows,
-        progress=world.main,
-        accept=accept,
-        images=images,
-    )
+    read = rows_to_read(builder.config)
+    prepare = partial(prepare_evaluation, read, tokenizer, rows, progress=world.main, accept=accept, images=images)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:

@@ -38,14 +38,8 @@ PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 MODELS_DATE = "2026-11-28"
 TEXT_MODELS = (
-    "Qwen/Qwen3.5-35B-A3B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen3-14B",
-    "Qwen/Qwen3.5-9B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-0.6B",
+    *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"),
+    *("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"),
 )
 """Chat models of one family, the largest first, with an open licence and no gate. Their configs ship with fxtune
 (models/shipped.py)."""

@@ -176,16 +176,10 @@ def evaluate(
         benchmarks.scores["base"] = base or {}
         figures.update(benchmarks.measure(language_model.prepared.module, tokenizer, "tuned", rows, world))
     name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
-    return Evaluation(
-        name,
-        figures,
-        list(zip(questions, answers, strict=True)),
-        [*builder.notes, *notes],
-        plan.summary()["supervised_tokens"] if plan is not None else None,
-        builder.facts.dtype,
-        data.questions.show,
-        benchmarks.scores.get("tuned", {}) if benchmarks else {},
-    )
+    asked, notes = list(zip(questions, answers, strict=True)), [*builder.notes, *notes]
+    supervised = plan.summary()["supervised_tokens"] if plan is not None else None
+    own = benchmarks.scores.get("tuned", {}) if benchmarks else {}
+    return Evaluation(name, figures, asked, notes, supervised, builder.facts.dtype, data.questions.show, own)
 
 
 def _held_out(

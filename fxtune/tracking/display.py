@@ -30,11 +30,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model") -> Table:
     """A table of what `Technique.verify` observed."""
-    return table(
-        title,
-        ["technique", "asked for", "observed", "acted"],
-        [[seen.technique, seen.asked, seen.observed, tick(seen.acted)] for seen in evidence],
-    )
+    rows = [[seen.technique, seen.asked, seen.observed, tick(seen.acted)] for seen in evidence]
+    return table(title, ["technique", "asked for", "observed", "acted"], rows)
 
 
 class Display:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
-from fxtune.kernels.triton_matrix import matrix
+from fxtune.kernels.triton_matrix import matrix, rank_block
 
 PROJECT = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
@@ -59,10 +59,6 @@ def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) ->
         GATHER=token is not None, RANKS=rank_block(ranks), **OUTER,
     )  # fmt: skip
     return out
-
-
-def rank_block(ranks: int) -> int:
-    return max(triton.next_power_of_2(ranks), 16)
 
 
 @triton.jit

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels import fp8, gated_experts
+from fxtune.kernels.expert_layer import Layer, register
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
-from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, Layer, outer_of, project
+from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, outer_of, project
 from fxtune.kernels.grouped_matmul import pick, product, segments
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
@@ -108,7 +109,7 @@ def fp8_experts(
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
     last, ends, gemm = layer.last, layer.ends, layer.gemm
     g, r1 = _inner(layer)
-    h, r2 = activate(g, r1, layer.b1, layer.a2, ends, layer.activation)
+    h, r2 = activate(layer, g, r1)
     y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, gemm)
     return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
 
@@ -123,7 +124,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, gemm)
     del dy
     factors = None if has_transposes else layer.first[1]
-    dg, codes, dr1, dw, wh = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
+    dg, codes, dr1, dw, wh = activate_backward(layer, g, r1, dh, dr2, w, factors)
     del dh
     r2w = (r2 * w).to(r2.dtype) if layer.keep else product(wh, layer.a2.mT, ends)
     db2 = outer_of(dout, token, r2w, ends)
@@ -143,7 +144,7 @@ def _inner(layer: Layer) -> tuple[Tensor, Tensor]:
     return scaled_product(x, layer.first[0], layer.first[1], layer.ends, layer.hidden.dtype, layer.gemm), r1
 
 
-_operator = gated_experts.register("fp8_experts", _forward, _backward)
+_operator = register("fp8_experts", _forward, _backward)
 
 
 def scaled_product(
@@ -235,28 +236,19 @@ def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
     return product(narrow, factor, ends)
 
 
-def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: Activation) -> tuple[Rows, Tensor]:
+def activate(layer: Layer, g: Tensor, r1: Tensor) -> tuple[Rows, Tensor]:
     """gated_experts.activate(), but h is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
-        h, r2 = g.new_empty(len(g), a2.shape[2]), g.new_empty(len(g), a2.shape[1])
-        return gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2, SMALLEST), r2
-    h, r2 = gated_experts.activate(g, r1, b1, a2, None, ends, act)
+        h, r2 = g.new_empty(len(g), layer.a2.shape[2]), g.new_empty(len(g), layer.a2.shape[1])
+        return gated_experts_triton.forward(layer, g, r1, h, r2, SMALLEST), r2
+    h, r2 = gated_experts.activate(layer, g, r1)
     return quantize_rows(h), r2
 
 
 def activate_backward(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    dh: Tensor,
-    dr2: Tensor,
-    a2: Tensor,
-    w: Tensor,
-    ends: Tensor,
-    act: Activation,
-    factors: Tensor | None,
+    layer: Layer, g: Tensor, r1: Tensor, dh: Tensor, dr2: Tensor, w: Tensor, factors: Tensor | None
 ) -> tuple[Tensor, Rows, Tensor, Tensor, Tensor]:
     """gated_experts.activate_backward() that also quantizes dg. Returns dg, its codes and scales, dr1, dw, and w h.
     `factors`: float32 [experts, 2 width]. The columns of dg are multiplied by them before dg is quantized."""
@@ -264,12 +256,10 @@ def activate_backward(
         from fxtune.kernels import gated_experts_triton
 
         dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
-        dw, wh, codes = gated_experts_triton.backward(
-            g, r1, b1, dh, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, factors
-        )
+        dw, wh, codes = gated_experts_triton.backward(layer, g, r1, dh, dr2, w, dg, dr1, SMALLEST, factors)
         return dg, codes, dr1, dw, wh
-    dg, dr1, dw, wh = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)
-    return dg, _quantized(dg, ends, factors), dr1, dw, wh
+    dg, dr1, dw, wh = gated_experts.activate_backward(layer, g, r1, dh, dr2, w)
+    return dg, _quantized(dg, layer.ends, factors), dr1, dw, wh
 
 
 def _quantized(x: Tensor, ends: Tensor, factors: Tensor | None) -> Rows:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.triton_matrix import load, matrix, store
+from fxtune.kernels.triton_matrix import load, matrix, rank_block, store
 
 COLUMNS = 1024
 """Columns of A for each program of pack."""
@@ -93,11 +93,6 @@ def _rows(width: int) -> int:
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
-def _wide(columns: int) -> int:
-    """The columns of a tile that holds `columns`; a tensor core takes no fewer than 16."""
-    return max(triton.next_power_of_2(columns), 16)
-
-
 def project(
     x: Tensor,
     factor: Tensor,
@@ -128,7 +123,7 @@ def project(
             float(value),
             LEFT=left is not None,
             RIGHT=right is not None,
-            WIDTH=_wide(columns),
+            WIDTH=rank_block(columns),
             **PROJECT,
         )
     return product
@@ -154,7 +149,7 @@ def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
         columns,
         part_rows,
         ADD=into is not None,
-        WIDTH=_wide(columns),
+        WIDTH=rank_block(columns),
         **REDUCE,
     )
     return sums
@@ -185,7 +180,7 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
             width,
             ranks,
             RESIDUAL=residual is not None,
-            RANKS=_wide(ranks),
+            RANKS=rank_block(ranks),
             **ADD,
         )
     return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import load, matrix, store
+from fxtune.kernels.triton_matrix import load, matrix, rank_block, store
 
 TILE = (64, 64, 4)
 """Rows, columns and warps of each program."""
@@ -80,7 +80,7 @@ def _check_shapes(gate_up: Tensor, out: Tensor, share: Share) -> None:
 
 
 def _block(ranks: int) -> int:
-    return int(min(max(triton.next_power_of_2(ranks), 16), RANKS))
+    return min(rank_block(ranks), RANKS)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import matrix
+from fxtune.kernels.triton_matrix import matrix, rank_block
 
 NARROW = 16
 """The largest rank whose sums fit into registers for all COLUMNS of a program. For up to twice this rank a program
@@ -100,15 +100,11 @@ def backward(
         SILU=act == "silu",
         KEEP=keep_p,
         ADD=totals[0] is not None,
-        RANKS=_block(max(ranks[:2])),
-        DOWN=_block(ranks[2]),
+        RANKS=rank_block(max(ranks[:2])),
+        DOWN=rank_block(ranks[2]),
         **shape,
     )
     return sum_b, sum_a
-
-
-def _block(rank: int) -> int:
-    return int(max(triton.next_power_of_2(rank), 16))
 
 
 def _parts(rows: int, blocks: int) -> int:

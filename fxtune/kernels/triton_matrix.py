@@ -15,6 +15,11 @@ def matrix(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
+def rank_block(ranks: int) -> int:
+    """The columns of a tile that holds `ranks` columns: a power of two, and at least 16 for tensor cores."""
+    return max(triton.next_power_of_2(ranks), 16)
+
+
 @triton.jit
 def load(matrix, row, column, mask):
     """A tile of the matrix, with zeros where `mask` is false."""

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "kernels/activation.py": "runs inside Triton kernels only",
     "kernels/cross_entropy_triton.py": "test_interpreted.py",
     "kernels/expert_adapters_triton.py": "test_interpreted.py",
+    "kernels/expert_layer.py": "test_gated_experts.py and test_fp8_experts.py",
     "kernels/fp8_experts_triton.py": "test_interpreted.py",
     "kernels/fp8_triton.py": "test_interpreted.py",
     "kernels/gated_experts_triton.py": "test_interpreted.py",

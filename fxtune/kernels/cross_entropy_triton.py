@@ -107,20 +107,10 @@ def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexp
 
 @triton.jit
 def _softmax_gradient(
-    logits_ptr,
-    stride,
-    labels_ptr,
-    losses_ptr,
-    vocabulary,
-    scale,
-    cap,
-    CAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    IGNORED: tl.constexpr,
-    LANES: tl.constexpr,
+    logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, scale, cap,
+    CAP: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LANES: tl.constexpr,
     PER_LOAD: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)

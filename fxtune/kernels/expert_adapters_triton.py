@@ -63,22 +63,9 @@ def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) ->
 
 @triton.jit
 def _project(
-    states,
-    token,
-    factor,
-    by_expert,
-    by_column,
-    by_rank,
-    out,
-    ends,
-    width,
-    ranks,
-    experts,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    states, token, factor, by_expert, by_column, by_rank, out, ends, width, ranks, experts,
+    RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return
@@ -101,21 +88,9 @@ def _project(
 
 @triton.jit
 def _expand(
-    narrow,
-    factor,
-    by_expert,
-    by_rank,
-    by_column,
-    out,
-    ends,
-    columns,
-    ranks,
-    experts,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    narrow, factor, by_expert, by_rank, by_column, out, ends, columns, ranks, experts,
+    RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     across = (columns + COLUMNS - 1) // COLUMNS
     expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
     if expert >= experts:
@@ -143,18 +118,9 @@ def low_product(narrow, factor, by_expert, by_rank, by_column, expert, row, end,
 
 @triton.jit
 def _outer(
-    states,
-    token,
-    narrow,
-    out,
-    ends,
-    width,
-    ranks,
-    GATHER: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    states, token, narrow, out, ends, width, ranks,
+    GATHER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(1)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)

@@ -111,28 +111,11 @@ def _quantize_scaled(states, token, expert, factors, codes, scales, width, small
 
 @triton.jit
 def _product(
-    x,
-    codes,
-    x_scales,
-    scales,
-    narrow,
-    factor,
-    by_expert,
-    by_rank,
-    by_column,
-    out,
-    ends,
-    columns,
-    depth,
-    ranks,
-    experts,
-    LOW: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, codes, x_scales, scales, narrow, factor, by_expert, by_rank, by_column, out, ends,
+    columns, depth, ranks, experts,
+    LOW: tl.constexpr, RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     """A program computes a tile of one expert. Programs that read the same rows follow each other."""
     across = (columns + COLUMNS - 1) // COLUMNS
     expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)

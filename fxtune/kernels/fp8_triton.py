@@ -105,19 +105,9 @@ def quantize_both(x: Tensor, factors: Tensor | None, codes: Tensor | None, back_
 
 @triton.jit
 def _quantize_both(
-    x,
-    x_stride,
-    factors,
-    codes,
-    back_factors,
-    back,
-    back_stride,
-    rows,
-    width,
-    across,
-    CODES: tl.constexpr,
-    SIDE: tl.constexpr,
-):
+    x, x_stride, factors, codes, back_factors, back, back_stride, rows, width, across,
+    CODES: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < width)
@@ -134,19 +124,9 @@ def _quantize_both(
 
 @triton.jit
 def _quantize_rows(
-    x_ptr,
-    x_stride,
-    codes_ptr,
-    codes_stride,
-    scales_ptr,
-    width,
-    smallest,
-    factors_ptr,
-    POWERS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONCE: tl.constexpr,
-):
+    x_ptr, x_stride, codes_ptr, codes_stride, scales_ptr, width, smallest, factors_ptr,
+    POWERS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * codes_stride

@@ -149,20 +149,9 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_up(
-    rows,
-    out,
-    plus,
-    back,
-    weights,
-    bias,
-    expert,
-    width,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BIASED: tl.constexpr,
-    PLUS: tl.constexpr,
-):
+    rows, out, plus, back, weights, bias, expert, width,
+    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -233,15 +222,9 @@ def _read_pair(line, start, width, inside, COLUMNS: tl.constexpr, INTERLEAVED: t
 
 @triton.jit
 def _pair_of(
-    read,
-    bias,
-    start,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    read, bias, start, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
     """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
@@ -297,34 +280,12 @@ def _gated(gate, up, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def _forward(
-    g,
-    r1,
-    h,
-    r2,
-    codes,
-    scales,
-    b1,
-    a2,
-    bias,
-    ends,
-    smallest,
-    width,
-    ranks1,
-    ranks2,
-    experts,
-    QUANTIZED: tl.constexpr,
-    SILU: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-    R1: tl.constexpr,
-    R2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    g, r1, h, r2, codes, scales, b1, a2, bias, ends,
+    smallest, width, ranks1, ranks2, experts,
+    QUANTIZED: tl.constexpr, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return
@@ -387,41 +348,12 @@ def _write_codes(x, codes, row, end, width, inverse_scale, factors, SCALED: tl.c
 
 @triton.jit
 def _backward(
-    g,
-    r1,
-    dh,
-    wh,
-    dr2,
-    dg,
-    dr1,
-    codes,
-    scales,
-    b1,
-    a2,
-    bias,
-    weights,
-    dw,
-    factors,
-    ends,
-    smallest,
-    width,
-    ranks1,
-    ranks2,
-    experts,
-    QUANTIZED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SILU: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-    R1: tl.constexpr,
-    R2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    g, r1, dh, wh, dr2, dg, dr1, codes, scales, b1, a2, bias, weights, dw, factors, ends,
+    smallest, width, ranks1, ranks2, experts,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return

@@ -192,24 +192,9 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
 
 @triton.jit
 def _pack(
-    a,
-    b,
-    s,
-    r,
-    o,
-    into_a,
-    into_b,
-    bias,
-    inner,
-    out,
-    width,
-    blocks_a,
-    BIAS: tl.constexpr,
-    COUNT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    a, b, s, r, o, into_a, into_b, bias, inner, out, width, blocks_a,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < blocks_a:
         _pack_a(program, a, r, into_a, inner, width, COUNT, COLUMNS)
@@ -239,20 +224,9 @@ def _row(pointer, row, ranks, inner, columns):
 
 @triton.jit
 def _pack_b(
-    program,
-    b,
-    s,
-    r,
-    o,
-    into,
-    bias,
-    out,
-    width,
-    BIAS: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    program, b, s, r, o, into, bias, out, width,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     value = _block(b[0], rows, columns, o[0], r[0]) * s[0]
@@ -276,24 +250,10 @@ def _block(pointer, rows, columns, outs, ranks):
 
 @triton.jit
 def _unpack(
-    a,
-    b,
-    s,
-    r,
-    o,
-    total_a,
-    total_b,
-    parts_a,
-    parts_b,
-    inner,
-    out,
-    width,
-    blocks_a,
-    B: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    a, b, s, r, o, total_a, total_b,
+    parts_a, parts_b, inner, out, width, blocks_a,
+    B: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < blocks_a:
         _unpack_a(program, a, r, total_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
@@ -341,22 +301,9 @@ def _write(pointer, rows, columns, outs, ranks, down, across, value):
 
 @triton.jit
 def _project(
-    x,
-    factor,
-    product_ptr,
-    left,
-    right,
-    rows,
-    width,
-    columns,
-    ones,
-    value,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x, factor, product_ptr, left, right, rows, width, columns, ones, value,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -385,18 +332,9 @@ def _project(
 
 @triton.jit
 def _reduce(
-    x,
-    t,
-    into_ptr,
-    rows,
-    width,
-    columns,
-    part_rows,
-    ADD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x, t, into_ptr, rows, width, columns, part_rows,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     column = tl.arange(0, WIDTH)
@@ -417,20 +355,9 @@ def _reduce(
 
 @triton.jit
 def _add(
-    y,
-    t,
-    factor,
-    residual,
-    out,
-    rows,
-    width,
-    ranks,
-    RESIDUAL: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    y, t, factor, residual, out, rows, width, ranks,
+    RESIDUAL: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
     right = tl.load(

@@ -61,27 +61,11 @@ def _rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def _rotary(
-    q,
-    k,
-    v,
-    to_q,
-    to_k,
-    to_v,
-    cos,
-    sin,
-    length,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    DIMS: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BACK: tl.constexpr,
+    q, k, v, to_q, to_k, to_v, cos, sin, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    DIMS: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BACK: tl.constexpr,
     HAS_V: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     row, token = (program // length).to(tl.int64), (program % length).to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
@@ -111,16 +95,9 @@ def _of_token(x, row, token):
 
 @triton.jit
 def _heads(
-    source,
-    target,
-    angles,
-    pair,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, target, angles, pair,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rotate all heads of a token, BLOCK at a time."""
     cos1, cos2, sin1, sin2 = angles
     kind = target[0].dtype.element_ty
@@ -138,14 +115,9 @@ def _heads(
 
 @triton.jit
 def _copy(
-    source,
-    target,
-    FROM: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, target,
+    FROM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy the dimensions from FROM on, for all heads of a token."""
     column = FROM + tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, HEADS, BLOCK):

@@ -131,30 +131,11 @@ def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr)
 
 @triton.jit
 def _backward(
-    gate_up,
-    dp,
-    out,
-    xa,
-    dyb,
-    b,
-    a,
-    into_b,
-    into_a,
-    rows,
-    width,
-    ranks,
-    wide_b,
-    wide_a,
-    part_rows,
-    SILU: tl.constexpr,
-    KEEP: tl.constexpr,
-    ADD: tl.constexpr,
-    RANKS: tl.constexpr,
-    DOWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gate_up, dp, out, xa, dyb, b, a, into_b, into_a,
+    rows, width, ranks, wide_b, wide_a, part_rows,
+    SILU: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr, DOWN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     gate_rank, up_rank, down_rank = ranks
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = columns[None, :]

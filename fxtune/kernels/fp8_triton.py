@@ -34,20 +34,11 @@ def quantize_rows(
     block = min(triton.next_power_of_2(width), HELD)
     if rows:
         _quantize_rows[(rows,)](
-            x,
-            x.stride(0),
-            codes,
-            codes.stride(0),
-            scales,
-            width,
-            smallest,
+            x, x.stride(0), codes, codes.stride(0), scales, width, smallest,
             scales if columns is None else columns.contiguous(),
-            POWERS=powers,
-            SCALED=columns is not None,
-            BLOCK=block,
-            ONCE=block >= width,
+            POWERS=powers, SCALED=columns is not None, BLOCK=block, ONCE=block >= width,
             num_warps=16 if width > HELD else 8 if block > 1024 else 4,
-        )
+        )  # fmt: skip
 
 
 def transpose(x: Tensor, into: Tensor) -> None:
@@ -87,20 +78,10 @@ def quantize_both(x: Tensor, factors: Tensor | None, codes: Tensor | None, back_
     assert back_factors.is_contiguous()
     if across:
         _quantize_both[triton.cdiv(across, SIDE), triton.cdiv(width, SIDE)](
-            x,
-            x.stride(0),
-            back_factors if factors is None else factors,
-            back if codes is None else codes,
-            back_factors,
-            back,
-            back.stride(0),
-            rows,
-            width,
-            across,
-            CODES=codes is not None,
-            SIDE=SIDE,
-            num_warps=8,
-        )
+            x, x.stride(0), back_factors if factors is None else factors, back if codes is None else codes,
+            back_factors, back, back.stride(0), rows, width, across,
+            CODES=codes is not None, SIDE=SIDE, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit

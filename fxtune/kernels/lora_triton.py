@@ -111,21 +111,10 @@ def project(
     product = x.new_empty(rows, columns)
     if rows:
         _project[(triton.cdiv(rows, PROJECT["ROWS"]),)](
-            matrix(x),
-            (factor, *factor.stride()),
-            product,
-            (x, 0) if left is None else matrix(left),
-            (product, 0) if right is None else matrix(right),
-            rows,
-            width,
-            columns,
-            ones,
-            float(value),
-            LEFT=left is not None,
-            RIGHT=right is not None,
-            WIDTH=rank_block(columns),
-            **PROJECT,
-        )
+            matrix(x), (factor, *factor.stride()), product, (x, 0) if left is None else matrix(left),
+            (product, 0) if right is None else matrix(right), rows, width, columns, ones, float(value),
+            LEFT=left is not None, RIGHT=right is not None, WIDTH=rank_block(columns), **PROJECT,
+        )  # fmt: skip
     return product
 
 
@@ -141,17 +130,9 @@ def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     part_rows = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
     sums = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
     _reduce[(blocks, parts)](
-        matrix(x),
-        matrix(t),
-        sums,
-        rows,
-        width,
-        columns,
-        part_rows,
-        ADD=into is not None,
-        WIDTH=rank_block(columns),
-        **REDUCE,
-    )
+        matrix(x), matrix(t), sums, rows, width, columns, part_rows,
+        ADD=into is not None, WIDTH=rank_block(columns), **REDUCE,
+    )  # fmt: skip
     return sums
 
 
@@ -171,18 +152,9 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
     assert out.dtype == stream.dtype == y.dtype
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            matrix(y),
-            matrix(t),
-            (factor, *factor.stride()),
-            matrix(stream),
-            matrix(out),
-            rows,
-            width,
-            ranks,
-            RESIDUAL=residual is not None,
-            RANKS=rank_block(ranks),
-            **ADD,
-        )
+            matrix(y), matrix(t), (factor, *factor.stride()), matrix(stream), matrix(out), rows, width, ranks,
+            RESIDUAL=residual is not None, RANKS=rank_block(ranks), **ADD,
+        )  # fmt: skip
     return out
 
 

@@ -32,27 +32,11 @@ def rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, si
     half = triton.next_power_of_2(max(width // 2, 1))
     block, kv_block = (min(triton.next_power_of_2(number), max(PAIRS // half, 1)) for number in (heads, kv_heads))
     _rotary[(rows * length,)](
-        q,
-        k,
-        v,
-        to_q,
-        to_k,
-        to_v,
-        *angles,
-        length,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        WIDTH=width,
-        HALF=half,
-        DIMS=triton.next_power_of_2(dim),
-        REST=triton.next_power_of_2(max(dim - width, 1)),
-        BLOCK=block,
-        KV_BLOCK=kv_block,
-        BACK=back,
-        HAS_V=last == 2,
-        num_warps=WARPS,
-    )
+        q, k, v, to_q, to_k, to_v, *angles, length,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, DIMS=triton.next_power_of_2(dim),
+        REST=triton.next_power_of_2(max(dim - width, 1)), BLOCK=block, KV_BLOCK=kv_block, BACK=back,
+        HAS_V=last == 2, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -88,22 +88,11 @@ def backward(
     assert (sum_b.shape[1:], sum_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     part_rows = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
     _backward[(blocks, parts)](
-        *map(matrix, (gate_up, dp, out, xa, dyb, *factors)),
-        sum_b,
-        sum_a,
-        rows,
-        width,
-        ranks,
-        xa.shape[1],
-        dyb.shape[1],
-        part_rows,
-        SILU=act == "silu",
-        KEEP=keep_p,
-        ADD=totals[0] is not None,
-        RANKS=rank_block(max(ranks[:2])),
-        DOWN=rank_block(ranks[2]),
-        **shape,
-    )
+        *map(matrix, (gate_up, dp, out, xa, dyb, *factors)), sum_b, sum_a, rows, width, ranks, xa.shape[1],
+        dyb.shape[1], part_rows,
+        SILU=act == "silu", KEEP=keep_p, ADD=totals[0] is not None, RANKS=rank_block(max(ranks[:2])),
+        DOWN=rank_block(ranks[2]), **shape,
+    )  # fmt: skip
     return sum_b, sum_a
 
 

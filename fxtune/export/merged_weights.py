@@ -88,8 +88,7 @@ class _Tensors:
                 self.files[name], self._handles[name] = file, handle
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        return tensor
+        return self._handles[name].get_tensor(name)
 
 
 class _Adapters:

@@ -162,8 +162,7 @@ def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = N
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x W^T, differentiable in x alone. `x`: [..., in] of any floating dtype. The result [..., out] has x's dtype."""
     back = None if weight.back is None else weight.back.t()
-    y: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
-    return y
+    return torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
 
 
 @torch.library.custom_op("fxtune::fp8_linear", mutates_args=())
@@ -226,8 +225,7 @@ def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     most of its numbers near 1e-6, and one near 1. e4m3 cannot hold both, and losing the small numbers would push all
     hidden states the same way.
     """
-    logits: Tensor = torch.ops.fxtune.fp8_head(x, codes.t(), scales)
-    return logits
+    return torch.ops.fxtune.fp8_head(x, codes.t(), scales)
 
 
 @torch.library.custom_op("fxtune::fp8_head", mutates_args=())

@@ -102,8 +102,7 @@ def fp8_experts(
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
     options = *act, gemm, "", keep, False
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
-    return out
+    return _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:

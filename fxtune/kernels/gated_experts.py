@@ -86,8 +86,7 @@ def gated_experts(
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors, options = (*adapters[0], *adapters[1], *biases), (*act, gemm, stored, keep, trained)
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
-    return out
+    return _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:

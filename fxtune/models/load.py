@@ -126,8 +126,7 @@ def resolve_dtype(model: ModelConfig, capability: tuple[int, int] | None) -> tor
     """The dtype that the weights will have. `capability`: the GPU's compute capability; None: the device is a CPU.
     GPUs support bfloat16 from 8.0 (Ampere) on."""
     if model.dtype is not DType.auto:
-        dtype: torch.dtype = getattr(torch, model.dtype.value)
-        return dtype
+        return getattr(torch, model.dtype.value)
     return torch.bfloat16 if capability and capability >= (8, 0) else torch.float32
 
 
@@ -194,8 +193,7 @@ def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
 
 def rows_of_base(model: ModelConfig) -> int:
     """How many tokens the model embeds without model.add_tokens."""
-    rows: int = load_config(dataclasses.replace(model, add_tokens=[], adapter=None)).get_text_config().vocab_size
-    return rows
+    return load_config(dataclasses.replace(model, add_tokens=[], adapter=None)).get_text_config().vocab_size
 
 
 def with_changes_of(adapter: Origin, config: Any) -> Any:

@@ -51,25 +51,21 @@ class Family:
 
 
 def _bert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.dropout(model.bert.pooler(states[:, None]))
-    return features
+    return model.dropout(model.bert.pooler(states[:, None]))
 
 
 def _roberta(model: Any, states: Tensor) -> Tensor:
     head = active(model.classifier)
     states = head.dropout(states).to(head.dense.weight.dtype)
-    features: Tensor = head.dropout(torch.tanh(head.dense(states)))
-    return features
+    return head.dropout(torch.tanh(head.dense(states)))
 
 
 def _modernbert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.drop(model.head(states))
-    return features
+    return model.drop(model.head(states))
 
 
 def _eurobert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.activation(model.dense(states))
-    return features
+    return model.activation(model.dense(states))
 
 
 _ROBERTA = Family(_roberta, "classifier.out_proj", ("classifier",), counts_from_padding=True)
@@ -115,8 +111,7 @@ class Encoder(Embedder):
         return {"full_attention": mask(0), "sliding_attention": mask(config.sliding_window + 1)}
 
     def backbone(self, model: Any) -> nn.Module:
-        body: nn.Module = model.base_model
-        return body
+        return model.base_model
 
     def layers(self, model: Any) -> list[nn.Module]:
         return [layer for layers in layer_lists(self.backbone(model), model.config) for layer in layers]
@@ -155,8 +150,7 @@ class EncoderScorer(Scorer, Encoder):
         head: Any = model
         for name in FAMILIES[model.config.model_type].last.split("."):
             head = getattr(active(head), name)
-        linear: nn.Module = head
-        return linear
+        return head
 
     def head_modules(self, config: Any) -> tuple[str, ...]:
         return FAMILIES[config.model_type].head

@@ -27,10 +27,7 @@ from fxtune.models.weights import readable_files
 from fxtune.system.files.hub import Origin
 
 PREFIX, TOKENS = "base_model.model.", ".trainable_tokens_delta"
-UNKNOWN = {
-    "lora_bias": "biases of adapters",
-    "layer_replication": "repeated layers",
-}
+UNKNOWN = {"lora_bias": "biases of adapters", "layer_replication": "repeated layers"}
 """{option of peft: its meaning}. The merge of an adapter with such an option is not computed again."""
 
 

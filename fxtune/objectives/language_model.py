@@ -222,10 +222,7 @@ class LanguageModel:
             return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
             options = dict(
-                scale=self.scale / self.temperature,
-                cap=self.cap,
-                fp8_scales=_fp8_scales(linear),
-                gemm=self.gemm,
+                scale=self.scale / self.temperature, cap=self.cap, fp8_scales=_fp8_scales(linear), gemm=self.gemm
             )
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
@@ -291,10 +288,7 @@ class LanguageModel:
             limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
             try:
                 logits, losses = self.prepared.with_head(lambda: self._head_logits_and_losses(inputs, labels))
-                differences = [
-                    relative_distance(logits, own.float()),
-                    relative_distance(losses, expected),
-                ]
+                differences = [relative_distance(logits, own.float()), relative_distance(losses, expected)]
             except (AttributeError, RuntimeError, TypeError) as problem:  # no head right after the decoder
                 if out_of_memory_reason(problem):
                     raise

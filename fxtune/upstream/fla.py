@@ -126,13 +126,7 @@ def convolution(
 
 
 def convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    silu: bool,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias; of bias an empty tensor, if there is none."""
     from fla.modules.causal_conv1d import causal_conv1d_bwd

@@ -35,14 +35,7 @@ from fxtune.models.experts import FIRST, LAST
 from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
 from fxtune.techniques.experts.adapted import run_grouped
-from fxtune.techniques.experts.run import (
-    OwnExperts,
-    biases_of,
-    halves_of,
-    no_adapter,
-    one_operator,
-    run_experts,
-)
+from fxtune.techniques.experts.run import OwnExperts, biases_of, halves_of, no_adapter, one_operator, run_experts
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
 Storage = tuple[torch.dtype, torch.device, bool]

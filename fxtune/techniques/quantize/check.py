@@ -13,13 +13,7 @@ from fxtune.kernels.quantized import MXFP4
 from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.lora.targets import matches
-from fxtune.techniques.quantize.selection import (
-    expert_weights,
-    experts_refusal,
-    linears_of,
-    takes_experts,
-    takes_rows,
-)
+from fxtune.techniques.quantize.selection import expert_weights, experts_refusal, linears_of, takes_experts, takes_rows
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 PACKAGE = "bitsandbytes"

@@ -149,14 +149,20 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
 def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = None) -> Tensor:
     """dy W [rows, in] for a weight whose transpose is not kept. `dy`: the result of quantize_rows(dy, columns=scales),
     with the weight's scales; `out`: see scaled_mm()."""
-    back = torch.empty(codes.shape[1], len(codes), dtype=torch.uint8, device=codes.device)
-    if codes.is_cuda:
-        from fxtune.kernels import fp8_triton
-
-        fp8_triton.transpose(codes.view(torch.uint8), back)
-    else:
-        back.copy_(codes.view(torch.uint8).t())
+    back = turned(codes)
     return scaled_mm(dy, back, torch.ones(1, len(back), device=codes.device), out)
+
+
+def turned(codes: Tensor) -> Tensor:
+    """The transpose [..., in, out] of `codes` [..., out, in], or of each of several matrices, as contiguous uint8."""
+    codes = codes.view(torch.uint8)
+    back = codes.new_empty(codes.mT.shape)
+    if not codes.is_cuda:
+        return back.copy_(codes.mT)
+    from fxtune.kernels import fp8_triton
+
+    fp8_triton.transpose(codes, back)
+    return back
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:

@@ -194,16 +194,8 @@ def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Codes [experts, in, out] and scales [experts, in] of the transposes. If they are not kept, all scales are 1."""
     if len(weights) == 4:
         return weights[2], weights[3]
-    codes = weights[0]
-    experts, out, inner = codes.shape
-    back = codes.new_empty(experts, inner, out)
-    if codes.is_cuda:
-        from fxtune.kernels import fp8_triton
-
-        fp8_triton.transpose(codes, back)
-    else:
-        back.copy_(codes.mT)
-    return back, torch.ones(experts, inner, device=codes.device)
+    back = fp8.turned(weights[0])
+    return back, torch.ones(back.shape[:2], device=back.device)
 
 
 def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
-from fxtune.kernels.triton_matrix import matrix, rank_block
+from fxtune.kernels.triton_parts import matrix, rank_block
 
 PROJECT = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)

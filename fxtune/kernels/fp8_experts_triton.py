@@ -19,7 +19,7 @@ from torch import Tensor
 from fxtune.kernels.expert_adapters_triton import low_product
 from fxtune.kernels.fp8_triton import _scale
 from fxtune.kernels.gated_experts_triton import _grid, _tile_of
-from fxtune.kernels.triton_matrix import rank_block
+from fxtune.kernels.triton_parts import rank_block
 
 PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, num_stages=3)
 """The launch shape: the fastest of five on an H200, for 131,072 rows of 128 experts."""

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
 from fxtune.kernels.expert_layer import Layer
 from fxtune.kernels.fp8_triton import _scale
-from fxtune.kernels.triton_matrix import matrix, rank_block
+from fxtune.kernels.triton_parts import activation, matrix, rank_block
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""

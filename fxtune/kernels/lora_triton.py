@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.triton_matrix import load, matrix, rank_block, store
+from fxtune.kernels.triton_parts import load, matrix, rank_block, store
 
 COLUMNS = 1024
 """Columns of A for each program of pack."""

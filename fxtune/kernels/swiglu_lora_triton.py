@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import load, matrix, rank_block, store
+from fxtune.kernels.triton_parts import activation, load, matrix, rank_block, store
 
 TILE = (64, 64, 4)
 """Rows, columns and warps of each program."""

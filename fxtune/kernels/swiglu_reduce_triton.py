@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import matrix, rank_block
+from fxtune.kernels.triton_parts import activation, matrix, rank_block
 
 NARROW = 16
 """The largest rank whose sums fit into registers for all COLUMNS of a program. For up to twice this rank a program

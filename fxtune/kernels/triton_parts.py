@@ -1,5 +1,6 @@
-"""A matrix as an argument of a Triton kernel: a tuple of its pointer and the distance between its rows. Import this
-module only on a GPU, like every module that imports triton, because torch's CPU builds come without triton.
+"""Parts that several Triton kernels share: a matrix as an argument, which is a tuple of its pointer and the distance
+between its rows, and the activation of a gated MLP. Import this module only on a GPU, like every module that imports
+triton, because torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -30,3 +31,15 @@ def load(matrix, row, column, mask):
 def store(matrix, row, column, value, mask):
     """Write a tile of the matrix, rounded to its dtype."""
     tl.store(matrix[0] + row * matrix[1] + column, value.to(matrix[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activation(gate, SILU: tl.constexpr):
+    """act(gate) and its derivative, in float32. gelu is computed from the sigmoid: not every Triton has tanh."""
+    if SILU:
+        s = tl.sigmoid(gate)
+        slope = s * (1.0 + gate * (1.0 - s))
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))  # (1 + tanh) / 2
+        slope = s + gate * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    return gate * s, slope

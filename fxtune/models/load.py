@@ -81,7 +81,6 @@ class ModelConfig:
 
     @property
     def on_hub(self) -> bool:
-        """Whether `path` is a hub id."""
         path = self.path or ""
         return bool(path) and not path.startswith("builtin:") and not os.path.exists(os.path.expanduser(path))
 

@@ -11,10 +11,8 @@ from typing import Any
 
 
 def forward(interface: Any) -> Callable[..., Any]:
-    """The kernel of the forward pass."""
     return interface._flash_attn_fwd
 
 
 def backward(interface: Any) -> Callable[..., Any]:
-    """The kernels of the backward pass."""
     return interface._flash_attn_bwd

@@ -38,8 +38,6 @@ class ServerError(Exception):
 
 
 class Client:
-    """Calls one server."""
-
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
         # A proxy of the environment would not reach this machine.

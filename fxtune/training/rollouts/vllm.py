@@ -76,7 +76,6 @@ def require_ready(config: Config, tokenizer: Any) -> None:
 
 
 def _clients(config: Config) -> list[Client]:
-    """A client for each server of sampler.url."""
     return clients_of(config.sampler.url or "", config.sampler.request_seconds)
 
 
@@ -339,7 +338,6 @@ def _program(config: Config) -> Path:
 
 
 def _name_of(weights_version: str) -> str:
-    """The name of an adapter in vLLM."""
     return f"fxtune-{weights_version[:16]}"
 
 
@@ -360,7 +358,6 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 def how_to_start(config: Config) -> str:
-    """How to start a server."""
     variables = " ".join(f"{name}={value}" for name, value in _environment(config).items())
     return f"Start it with {variables} and {' '.join(_flags(config))}"
 

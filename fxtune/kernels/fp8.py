@@ -36,6 +36,8 @@ from fxtune.upstream import torch as upstream
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+MULTIPLE = 16
+"""The sizes of each matrix in an fp8 product are multiples of this."""
 SMALLEST = 2.0**-100
 """The smallest scale, far below the scale of any gradient."""
 PART = 64 * 2**20
@@ -43,16 +45,16 @@ PART = 64 * 2**20
 
 
 class Weight(NamedTuple):
-    """A frozen weight [out, in] in the layout of both products."""
+    """A frozen weight [out, in] in the layout of both products, or the weights [experts, out, in] of all experts."""
 
     codes: Tensor
     """[out, in]: e4m3, or uint8 with the bits of e4m3, for libraries that look at a model's dtypes."""
     scales: Tensor
-    """float32 [1, out], powers of two."""
+    """float32 [1, out] or [experts, out], powers of two."""
     back: Tensor | None = None
-    """The transpose [in, out], in the dtype of `codes`, with contiguous rows. None: backward products transpose W."""
+    """The transposes, in the dtype of `codes`, with contiguous rows. None: backward products transpose W."""
     back_scales: Tensor | None = None
-    """float32 [1, in], powers of two; None if `back` is None."""
+    """float32 [1, in] or [experts, in], powers of two; None if `back` is None."""
 
 
 @torch.no_grad()

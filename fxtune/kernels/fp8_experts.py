@@ -24,14 +24,14 @@ its accumulation of e4m3 products is slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.expert_layer import Layer, register
-from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
+from fxtune.kernels.fp8 import E4M3, SMALLEST, Weight, quantize_rows
 from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, outer_of, project
 from fxtune.kernels.grouped_matmul import pick, product, segments
 from fxtune.kernels.swiglu import SILU, Activation
@@ -42,35 +42,22 @@ TORCH, TRITON = "torch", "triton"
 product. If the adapter's rank is above MOST_RANKS, torch's GEMM is used in its place."""
 
 
-class Weights(NamedTuple):
-    """The frozen matrices of all experts in the layout of both products."""
-
-    codes: Tensor
-    """[experts, out, in]: uint8 with the bits of e4m3."""
-    scales: Tensor
-    """float32 [experts, out], powers of two."""
-    back: Tensor | None = None
-    """The transposes [experts, in, out]. None: each backward pass makes them."""
-    back_scales: Tensor | None = None
-    """float32 [experts, in], powers of two; None if `back` is None."""
-
-
 Rows = tuple[Tensor, Tensor]
 """Quantized rows: e4m3 codes [rows, width] and float32 scales [rows, 1]."""
 
 
 @torch.no_grad()
-def quantize_experts(weight: Tensor, transpose: bool = True) -> Weights:
+def quantize_experts(weight: Tensor, transpose: bool = True) -> Weight:
     """Quantize `weight` [experts, out, in] of any floating dtype. `transpose`: keep the transposes, too; making
     them takes two temporary bfloat16 copies."""
     experts, out, inner = weight.shape
     codes, scales = quantize_rows(weight.reshape(-1, inner), powers=True)
-    half = Weights(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
+    half = Weight(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
     if not transpose:
         return half
     turned = fp8.dequantize_weight(codes, scales, torch.bfloat16).view(weight.shape).mT.reshape(-1, out)
     back, back_scales = quantize_rows(turned, powers=True)
-    return Weights(*half[:2], back.view(torch.uint8).view(experts, inner, out), back_scales.view(experts, inner))
+    return Weight(*half[:2], back.view(torch.uint8).view(experts, inner, out), back_scales.view(experts, inner))
 
 
 def dequantize_experts(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,7 +71,7 @@ def fp8_experts(
     order: Tensor,
     back: Tensor,
     ends: Tensor,
-    matrices: tuple[Weights, Weights],
+    matrices: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
     gemm: str = TRITON,
@@ -93,8 +80,8 @@ def fp8_experts(
     """[tokens, d]: the weighted sum of the outputs of each token's experts, see gated_experts.gated_experts().
 
     Args:
-        matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
-            is bfloat16, and width and d are multiples of 16.
+        matrices: the Weight of gate and up as one, [experts, 2 width, d], and of down, [experts, d, width]. On a GPU
+            `hidden` is bfloat16, and width and d are multiples of 16.
         adapters: one for each of the two matrices. A matrix without an adapter has one of rank 0.
         gemm: TORCH or TRITON.
         keep: see gated_experts.gated_experts().

@@ -41,7 +41,7 @@ from fxtune.kernels.expert_layer import Layer, register
 from fxtune.kernels.grouped_matmul import outer, pick, product, segments
 from fxtune.kernels.matmul import CAPABILITY, CUBLAS, CUTE
 from fxtune.kernels.quantized import MXFP4, unpack
-from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
+from fxtune.kernels.swiglu import SILU, Activation, act_and_slope, wide
 
 MOST_RANKS = 128
 """The largest rank of Triton's products with adapters: larger tiles do not fit in Hopper's shared memory."""
@@ -275,7 +275,7 @@ def combine(
         from fxtune.kernels.gated_experts_triton import add_up
 
         return add_up(rows, back, weights, k, bias, expert, plus)
-    pairs = pick(_wide(rows) if plus is None else _wide(rows) + _wide(plus), back)
+    pairs = pick(wide(rows) if plus is None else wide(rows) + wide(plus), back)
     pairs = (pairs if bias is None else pairs + bias[expert]).unflatten(0, (-1, k))
     return (pairs if weights is None else pairs * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
@@ -310,9 +310,9 @@ def activate_backward(
 
         return dg, dr1, *backward(layer, g, r1, dh, dr2, w, dg, dr1)[:2]
     wh = torch.empty_like(dh)
-    dw = w.new_empty(len(g), dtype=_wide(w).dtype)
+    dw = w.new_empty(len(g), dtype=wide(w).dtype)
     for expert, rows in segments(layer.ends):
-        full_dh = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(layer.a2[expert]))
+        full_dh = wide(dh[rows]).addmm(wide(dr2[rows]), wide(layer.a2[expert]))
         h, gate_slope, up_slope = _gated(_whole(layer, g[rows], r1[rows], expert), layer.activation)
         dw[rows] = (full_dh * h).sum(1)
         full_dh *= w[rows]
@@ -326,7 +326,7 @@ def activate_backward(
 
 def _whole(layer: Layer, g: Tensor, r1: Tensor, expert: int) -> Tensor:
     """g of one expert's rows, plus r1 B1^T and the bias."""
-    inner = _wide(g).addmm(_wide(r1), _wide(layer.b1[expert]).t())
+    inner = wide(g).addmm(wide(r1), wide(layer.b1[expert]).t())
     return inner if layer.bias1 is None else inner + layer.bias1[expert]
 
 
@@ -353,7 +353,3 @@ def _gated(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
     value, slope = act_and_slope(act.name, act.alpha * gate)
     value, up = value / act.alpha, up + act.shift
     return value * up, slope * up * within[0], value * within[1]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -20,6 +20,8 @@ Asked = TypeVar("Asked")
 
 CONNECTIONS = 256
 """Requests that a server gets at once. It queues what it cannot compute."""
+TRIES = 3
+"""How often a request is sent before the run ends."""
 WAIT_SECONDS = 5.0
 """The pause before a request is sent again."""
 START_SECONDS = 900.0

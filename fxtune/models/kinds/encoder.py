@@ -50,29 +50,23 @@ class Family:
     """Whether the model takes a mask for each kind of layer."""
 
 
-def _bert(model: Any, states: Tensor) -> Tensor:
-    return model.dropout(model.bert.pooler(states[:, None]))
-
-
 def _roberta(model: Any, states: Tensor) -> Tensor:
     head = active(model.classifier)
     states = head.dropout(states).to(head.dense.weight.dtype)
     return head.dropout(torch.tanh(head.dense(states)))
 
 
-def _modernbert(model: Any, states: Tensor) -> Tensor:
-    return model.drop(model.head(states))
-
-
-def _eurobert(model: Any, states: Tensor) -> Tensor:
-    return model.activation(model.dense(states))
-
-
 _ROBERTA = Family(_roberta, "classifier.out_proj", ("classifier",), counts_from_padding=True)
 FAMILIES = {
-    "bert": Family(_bert, "classifier", ("pooler", "classifier")),
-    "eurobert": Family(_eurobert, "classifier", ("dense", "classifier")),
-    "modernbert": Family(_modernbert, "classifier", ("head", "classifier"), masks_by_layer=True),
+    "bert": Family(
+        lambda model, states: model.dropout(model.bert.pooler(states[:, None])), "classifier", ("pooler", "classifier")
+    ),
+    "eurobert": Family(
+        lambda model, states: model.activation(model.dense(states)), "classifier", ("dense", "classifier")
+    ),
+    "modernbert": Family(
+        lambda model, states: model.drop(model.head(states)), "classifier", ("head", "classifier"), masks_by_layer=True
+    ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }

@@ -452,11 +452,7 @@ class RunBuilder:
 
     @phase("Making the optimizer", part="optimizer")
     def train_step(
-        self,
-        model: LanguageModel,
-        objective: Objective,
-        loss_scale: LossScale | None = None,
-        recorded: bool = True,
+        self, model: LanguageModel, objective: Objective, loss_scale: LossScale | None = None, recorded: bool = True
     ) -> TrainStep:
         """The training step of `model` with a new optimizer.
 

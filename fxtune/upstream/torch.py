@@ -75,8 +75,7 @@ def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
     What: torch._scaled_mm.
     Why: torch.nn.functional.scaled_mm takes no `out`.
     """
-    product: Callable[..., torch.Tensor] = torch._scaled_mm
-    return product(*operands, **options)
+    return torch._scaled_mm(*operands, **options)
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
@@ -85,8 +84,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     What: torch._scaled_grouped_mm.
     Why: torch.nn.functional.scaled_grouped_mm wants a recipe for the scales. This function takes scales alone.
     """
-    product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
-    return product(*operands, **options)
+    return torch._scaled_grouped_mm(*operands, **options)
 
 
 # Modules
@@ -340,8 +338,7 @@ def compiling_with(**options: Any) -> AbstractContextManager[Any]:
     What: torch._dynamo.config.patch.
     Why: torch.compile's `options` are options of Inductor.
     """
-    context: AbstractContextManager[Any] = torch._dynamo.config.patch(options)
-    return context
+    return torch._dynamo.config.patch(options)
 
 
 def default_compiler_cache() -> Path:
@@ -409,8 +406,7 @@ def activation_budget() -> float:
 
 def with_activation_budget(share: float) -> AbstractContextManager[Any]:
     """A context manager that sets the compiler's budget in its body; see activation_budget()."""
-    context: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=share)
-    return context
+    return torch._functorch.config.patch(activation_memory_budget=share)
 
 
 # Attention
@@ -426,5 +422,4 @@ def attention_operator(name: str) -> Callable[..., Any]:
     What: torch.ops.aten._flash_attention_forward and _scaled_dot_product_cudnn_attention.
     Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
     """
-    operator: Callable[..., Any] = getattr(torch.ops.aten, name)
-    return operator
+    return getattr(torch.ops.aten, name)

@@ -183,7 +183,7 @@ class Run:
             raise ConfigError(f"show={show}: give `tuned` or `base`.")
         output = find_output(str(self.folder))
         if show not in self._conversations:
-            self._conversations[show] = Conversation.open(output, show)
+            self._conversations[show] = Conversation(output, show)
         talk = self._conversations[show]
         talk.max_new_tokens, talk.temperature = max_new_tokens, temperature
         talk.start_anew()

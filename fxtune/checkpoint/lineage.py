@@ -63,7 +63,6 @@ class Lineage:
             sync(self.folder)
 
     def next_number(self) -> int:
-        """The number of the next refresh."""
         return 1 + max((entry["number"] for entry in self.refreshes), default=0)
 
     def release(self) -> None:

@@ -98,7 +98,6 @@ class Checkpoints:
 
     @property
     def sharded(self) -> bool:
-        """Whether several ranks write."""
         return len(self._writers) > 1
 
     def prepare(self, weights: Mapping[str, torch.Tensor], all_write: bool = False) -> None:

@@ -46,6 +46,7 @@ FREE_ON_RESUME = (
     "loader",
     "checkpoint",
     "optimizer.in_backward",
+    "optimizer.offload",
     "train.log_every",
     "train.max_minutes",
     "train.pause_after",

@@ -67,8 +67,7 @@ def run(
     if scores_texts(output):
         return _read_texts(output, trust_remote_code)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        chat = Chat(Conversation.open(output, show, trust_remote_code, **options))
+        chat = Chat(Conversation(output, show, trust_remote_code, max_new_tokens, temperature))
     try:
         if sys.stdin.isatty():
             chat.talk()
@@ -104,8 +103,6 @@ def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
 
 
 class Chat:
-    """A conversation in the terminal."""
-
     def __init__(self, conversation: Conversation) -> None:
         self.conversation, self.speakers = conversation, conversation.speakers
         self.pending_images: list[str] = []

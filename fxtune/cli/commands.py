@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from fxtune.cli.answer import ANSWER
 
 @dataclass(frozen=True)
 class Command:
-    module: str
-    """The module whose function `run(config)` is called. The module's docstring is the command's help."""
     summary: str
     reads_data: bool = False
     """A config without data.sources is refused."""
@@ -36,6 +34,14 @@ class Command:
     """The command works on all ranks of `run.gpus`. Others run in one process, even if torchrun starts several."""
     alone_with: tuple[str, ...] = ()
     """Options with which the command runs in one process. It then starts the processes of the ranks itself."""
+    name: str = ""
+    file: str = ""
+    """The file of the command in fxtune/cli, if it is not called NAME.py."""
+
+    @property
+    def module(self) -> str:
+        """The module whose function `run(config)` is called. The module's docstring is the command's help."""
+        return f"fxtune.cli.{self.file or self.name}"
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -82,23 +88,17 @@ def _number(metavar: str, text: str, what: str) -> dict[str, Any]:
 
 _TRUST = {"--trust-remote-code": _flag("run the Python code that comes with the model")}
 
-COMMANDS = {
-    "train": Command("fxtune.cli.train", "train the recipe's model; this is the default", reads_data=True, ranks=True),
+_TABLE = {
+    "train": Command("train the recipe's model; this is the default", reads_data=True, ranks=True),
     "finish": Command(
-        "fxtune.cli.finish",
-        "end a run early, with a finished model: finish RUN",
-        positional_only=True,
-        ranks=True,
-        options=_TRUST,
+        "end a run early, with a finished model: finish RUN", positional_only=True, ranks=True, options=_TRUST
     ),
     "refresh": Command(
-        "fxtune.cli.refresh",
         "test a run on new rows, and if it is worse there, train it further: refresh RUN data.sources=[...]",
         positional_only=True,
         options={"--force": _flag("train although the new rows show no drift"), **_TRUST},
     ),
     "plan": Command(
-        "fxtune.cli.plan",
         "memory, time, cost and disk of a run by arithmetic, for any card, without a GPU",
         reads_data=True,
         options={
@@ -112,14 +112,12 @@ COMMANDS = {
         },
     ),
     "preview": Command(
-        "fxtune.cli.preview",
         "print the first samples as the model will see them; or a run's newest rollouts: preview RUN",
         reads_data=True,
         positional="of_run",
         options={"--html": _value("FILE", "also write the page to FILE, in colour", Path)},
     ),
     "verify": Command(
-        "fxtune.cli.verify",
         "build the model, take a step, and show that each technique acted; or: is RUN still what was proven",
         reads_data=True,
         positional="saved",
@@ -131,7 +129,6 @@ COMMANDS = {
         ranks=True,
     ),
     "bench": Command(
-        "fxtune.cli.bench",
         "measure speed, memory, energy, cost and the gain of each technique",
         reads_data=True,
         options={
@@ -146,7 +143,6 @@ COMMANDS = {
         alone_with=("ablate",),
     ),
     "tune": Command(
-        "fxtune.cli.tune",
         "search for faster settings with the same loss, and write them as a recipe",
         reads_data=True,
         options={
@@ -160,7 +156,6 @@ COMMANDS = {
         gets_overrides=True,
     ),
     "lr": Command(
-        "fxtune.cli.lr",
         "test learning rates in a short run, and suggest one",
         reads_data=True,
         options={
@@ -172,7 +167,6 @@ COMMANDS = {
         ranks=True,
     ),
     "sweep": Command(
-        "fxtune.cli.sweep",
         "search for good hyper-parameters and stop the losers early: sweep ... sweep.KEY=VALUES",
         reads_data=True,
         options={
@@ -193,14 +187,13 @@ COMMANDS = {
         space_prefix="sweep.",
     ),
     "doctor": Command(
-        "fxtune.cli.doctor",
         "show what this machine has and whether it works (a recipe is optional); or how it differs from RUN's",
         positional="of_run",
         config_optional=True,
     ),
     "eval": Command(
-        "fxtune.cli.evaluate",
         "loss, exact match and benchmarks of a recipe's model; or of what a run has trained: eval RUN [key=value ...]",
+        file="evaluate",
         reads_data=True,
         positional="of_output",
         options={
@@ -211,13 +204,11 @@ COMMANDS = {
         ranks=True,
     ),
     "merge": Command(
-        "fxtune.cli.merge",
         "merge an adapter into its base model: merge RUN [FOLDER]",
         positional="of_output",
         options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
     ),
     "export": Command(
-        "fxtune.cli.export",
         "what a run has trained, for a server: export RUN --to vllm [FOLDER]",
         positional_only=True,
         options={
@@ -232,7 +223,6 @@ COMMANDS = {
         },
     ),
     "chat": Command(
-        "fxtune.cli.chat",
         "talk to the model that a run has trained: chat RUN, or RUN/step-70",
         positional_only=True,
         options={
@@ -247,7 +237,6 @@ COMMANDS = {
         },
     ),
     "push": Command(
-        "fxtune.cli.push",
         "upload a run's adapter or model to the hub: push RUN org/name",
         positional_only=True,
         options={
@@ -256,11 +245,8 @@ COMMANDS = {
             "--trust-remote-code": _flag("run the Python code that comes with the base"),
         },
     ),
-    "diff": Command(
-        "fxtune.cli.diff", "how two runs differ, and from which step on: diff RUN RUN", positional_only=True
-    ),
+    "diff": Command("how two runs differ, and from which step on: diff RUN RUN", positional_only=True),
     "report": Command(
-        "fxtune.cli.report",
         "a page about a run, or several side by side: report RUN [RUN ...]",
         positional_only=True,
         options={
@@ -271,17 +257,10 @@ COMMANDS = {
             )
         },
     ),
-    "why": Command(
-        "fxtune.cli.why", "where the time of a run went, and what to change: why RUN", positional_only=True
-    ),
-    "sync": Command("fxtune.cli.sync", "send W&B the missing steps of a run: sync RUN", positional_only=True),
-    "recipes": Command(
-        "fxtune.cli.recipes",
-        "list the recipes; `recipes copy NAME FILE.yaml` copies one to edit",
-        positional_only=True,
-    ),
+    "why": Command("where the time of a run went, and what to change: why RUN", positional_only=True),
+    "sync": Command("send W&B the missing steps of a run: sync RUN", positional_only=True),
+    "recipes": Command("list the recipes; `recipes copy NAME FILE.yaml` copies one to edit", positional_only=True),
     "new": Command(
-        "fxtune.cli.new",
         "a recipe for your rows, with a reason on each line: new NAME --data FILE",
         positional_only=True,
         options={
@@ -292,8 +271,8 @@ COMMANDS = {
         },
     ),
     "import": Command(
-        "fxtune.cli.import_config",
         "a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI: import FILE [NAME]",
+        file="import_config",
         positional_only=True,
         options={
             "--tool": {"choices": ["axolotl", "llamafactory", "swift", "trl", "openai"], "help": "whose config it is"},
@@ -304,13 +283,10 @@ COMMANDS = {
             "--without": _value("KEY,KEY", "leave out keys that fxtune cannot do"),
         },
     ),
-    "schema": Command(
-        "fxtune.cli.schema", "the JSON Schema of recipes, for editors and programs", positional_only=True
-    ),
-    "help": Command(
-        "fxtune.cli.help", "explain a key: its type, range, default, meaning and where it acts", positional_only=True
-    ),
+    "schema": Command("the JSON Schema of recipes, for editors and programs", positional_only=True),
+    "help": Command("explain a key: its type, range, default, meaning and where it acts", positional_only=True),
 }
+COMMANDS = {name: replace(command, name=name) for name, command in _TABLE.items()}
 
 HELP = """\
 fxtune {version}: fine-tune Hugging Face language models from short recipes

@@ -65,8 +65,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
     if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:
         from fxtune.distributed.launch import launch
 
-        name = next(name for name, own in COMMANDS.items() if own is command)
-        if code := launch(ranks, [name, *overrides, *_words(own), *ANSWER.words]):
+        if code := launch(ranks, [command.name, *overrides, *_words(own), *ANSWER.words]):
             raise Ended(code)
         return None
     with progress.phase("Loading the libraries", announce=command.module not in sys.modules, part="imports"):

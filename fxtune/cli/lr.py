@@ -20,8 +20,8 @@ from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.distributed.files import require_writable, write_text
 from fxtune.errors import ConfigError
-from fxtune.reports.plots import Series
-from fxtune.reports.plots import plot as svg
+from fxtune.reports.charts import Series
+from fxtune.reports.charts import plot as svg
 from fxtune.system.terminal.console import say, table, unicode
 from fxtune.tuning.lr_finder import STEPS, RangeTest, range_test
 

@@ -152,15 +152,15 @@ def _run(argv: list[str]) -> None:
     if name == "help" and (words[0] in COMMANDS.keys() - {"train"} if words else not ANSWER.file):
         name, words = words[0] if words else "train", ["--help"]
     command = COMMANDS[name]
-    parser = _parser(name, command)
+    parser = _parser(command)
     with SIGNALS.interruptible():  # argparse turns an interruption into an argparse error
         options = _parse(parser, words)
     with plugins.files_used(options.plugin or ()):
-        _run_parsed(name, command, parser, options, argv)
+        _run_parsed(command, parser, options, argv)
 
 
 def _run_parsed(
-    name: str, command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]
+    command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]
 ) -> None:
     given = vars(options)
     names = (option.removeprefix("--").replace("-", "_") for option in command.options or ())
@@ -172,14 +172,14 @@ def _run_parsed(
 
         console().quiet = True  # rank 0 talks to the user
     named = [text for text in options.overrides if not _is_key(text)]
-    if not argv or (options.help and (argv[0] not in (name, "help") or argv == ["help"])):
+    if not argv or (options.help and (argv[0] not in (command.name, "help") or argv == ["help"])):
         print(_help())
     elif options.help:
         print(_explained(parser, command), end="")
     elif command.positional_only:
-        _call_positional(name, "run", options.overrides, own)
+        _call_positional(command, "run", options.overrides, own)
     elif command.positional and named and not (options.cfg or options.info):
-        _call_positional(name, command.positional, sorted(options.overrides, key=_is_key), own)
+        _call_positional(command, command.positional, sorted(options.overrides, key=_is_key), own)
     elif options.version:
         print(_versions())
     elif options.shell_completion:
@@ -231,8 +231,8 @@ def _explained(parser: argparse.ArgumentParser, command: Command) -> str:
     return parser.format_help()
 
 
-def _call_positional(name: str, function: str, words: list[str], own: dict[str, Any]) -> None:
-    call = getattr(importlib.import_module(COMMANDS[name].module), function)
+def _call_positional(command: Command, function: str, words: list[str], own: dict[str, Any]) -> None:
+    call = getattr(importlib.import_module(command.module), function)
     signature = inspect.signature(call)
     try:
         signature.bind(*words, **own)
@@ -246,11 +246,11 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
             else f"[{item.name.upper()}]"
             for item in parameters
         )
-        raise ConfigError(f"usage: fxtune {name} {names}") from error
+        raise ConfigError(f"usage: fxtune {command.name} {names}") from error
     from fxtune.system.terminal import progress
 
     with (
-        progress.shown("none" if COMMANDS[name].positional_only or process_rank().rank else "auto"),
+        progress.shown("none" if command.positional_only or process_rank().rank else "auto"),
         progress.phase("Working", announce=False),
     ):
         result = call(*words, **own)
@@ -263,13 +263,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
 
-def _parser(name: str, command: Command) -> argparse.ArgumentParser:
+def _parser(command: Command) -> argparse.ArgumentParser:
     """A parser of the command's options, and of Hydra's options except those that read unchecked files
     (--config-dir)."""
     what = "WORD ..." if command.positional_only else "+recipe=NAME key=value ..."
     parser = _Parser(
-        prog=f"fxtune {name}",
-        usage=f"fxtune {name} {what} [options]",
+        prog=f"fxtune {command.name}",
+        usage=f"fxtune {command.name} {what} [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,

@@ -101,7 +101,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "memory_gib": need.device / GIB,
         "allocated_gib": need.allocated / GIB,
         "free_gib": forecast.facts.free_memory / GIB,
-        "host_gib": need.host / GIB,
+        "host_gib": need.pinned / GIB,
         "step_seconds": forecast.step_seconds,
         "tokens_per_second": forecast.step_tokens / forecast.step_seconds,
         "reference_seconds": forecast.reference_seconds,
@@ -197,7 +197,7 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
             "allocated",
             f"{format_bytes(forecast.need.allocated)} at the peak, as `bench` measures it: without fragmentation",
         ),
-        ("host memory", f"{forecast.need.host / GIB:,.1f} GiB pinned by each rank" if forecast.need.host else ""),
+        ("host memory", f"{forecast.need.pinned / GIB:,.1f} GiB pinned by each rank" if forecast.need.pinned else ""),
         (
             "disk",
             f"{format_bytes(forecast.disk_bytes)}: up to {forecast.checkpoints} checkpoints of "

@@ -34,25 +34,10 @@ from fxtune.system.terminal.redact import redact
 
 CARD = "README.md"
 UPLOADED = (
-    CARD,
-    PROOF,
-    "adapter_config.json",
-    "adapter_model*.safetensors",
-    "model*.safetensors",
-    "*.safetensors.index.json",
-    "additional_chat_templates/*.jinja",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "*processor_config.json",
+    *(CARD, PROOF, "adapter_config.json", "adapter_model*.safetensors", "model*.safetensors"),
+    *("*.safetensors.index.json", "additional_chat_templates/*.jinja", "config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "*processor_config.json"),
 )
 """Patterns of the names of the files that are uploaded."""
 

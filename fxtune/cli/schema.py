@@ -31,7 +31,6 @@ def run() -> None:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema of a recipe's file."""
     found = _of(Slot(Config))
     groups = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
     found["properties"] = {

@@ -40,7 +40,7 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.config.validate import OUTPUT_KEYS
 from fxtune.errors import ConfigError
-from fxtune.reports.plots import Series, plot
+from fxtune.reports.charts import Series, plot
 from fxtune.system.files.atomic_files import replace_text
 from fxtune.system.process.threads import VARIABLES, share
 from fxtune.system.terminal import console, progress

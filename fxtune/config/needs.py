@@ -59,24 +59,17 @@ def _has_answers(config: Config) -> bool:
     return config.objective.needs.answers_share_prompts
 
 
-def _has_rollouts(config: Config) -> bool:
-    return config.objective.needs.rollouts
+def _sampler_need(option: str) -> KeyNeed:
+    setting, holds = "objective=policy", lambda _: True
+    if option in ("ahead", "sleep", "request_seconds", "request_seeds"):
+        setting, holds = "objective=policy and vLLM", lambda it: it.is_vllm
+    elif option in ("venv", "arguments"):
+        setting, holds = "objective=policy, sampler=vllm and no sampler.url", lambda it: it.is_vllm and not it.url
+    elif option == "batch":
+        setting, holds = "objective=policy and sampler.name=model", lambda it: not it.is_vllm
+    return KeyNeed(f"sampler.{option}", setting, lambda it: it.objective.needs.rollouts and holds(it.sampler))
 
 
-def _has_vllm(config: Config) -> bool:
-    return _has_rollouts(config) and config.sampler.is_vllm
-
-
-def _samples_itself(config: Config) -> bool:
-    return _has_rollouts(config) and not config.sampler.is_vllm
-
-
-def _starts_vllm(config: Config) -> bool:
-    return _has_vllm(config) and not config.sampler.url
-
-
-_VLLM_OPTIONS = ("ahead", "sleep", "request_seconds", "request_seeds")
-_PROCESS_OPTIONS = ("venv", "arguments")
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
@@ -89,17 +82,7 @@ NEEDS = (
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
     *(KeyNeed(f"eval.{option}", "eval.tasks", warns=True) for option in ("task_folder", "limit", "chat_template")),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
-    *(
-        KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
-        for entry in fields(SamplerConfig)
-        if entry.name not in (*_VLLM_OPTIONS, *_PROCESS_OPTIONS, "batch", "turns")
-    ),
-    *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
-    *(
-        KeyNeed(f"sampler.{option}", "objective=policy, sampler=vllm and no sampler.url", _starts_vllm)
-        for option in _PROCESS_OPTIONS
-    ),
-    KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
+    *(_sampler_need(entry.name) for entry in fields(SamplerConfig) if entry.name != "turns"),
     KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),

@@ -45,8 +45,6 @@ class ChoiceKind(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """One checked override."""
-
     kind: ChoiceKind
     text: str
     """The spelling that Hydra needs."""
@@ -259,7 +257,6 @@ class RecipeStore:
         return names
 
     def _find_options(self, group: str, values: Iterable[Any]) -> list[str]:
-        """The options of `group` that `values` name."""
         known, options = self.groups[group], list(_flat(values))
         for option in options:
             if not isinstance(option, str):

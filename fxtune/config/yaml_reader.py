@@ -27,8 +27,6 @@ POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
 
 @dataclass
 class RecipeFile:
-    """The values of a YAML file and the line of each key."""
-
     path: Path
     data: dict[str, Any]
     lines: dict[Keys, int]

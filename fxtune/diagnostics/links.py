@@ -119,7 +119,6 @@ def check(ranks: int, device: str) -> list[Finding]:
 
 
 def findings(links: Links) -> list[Finding]:
-    """The findings on `links`, each with its remedy."""
     found = [_pair(pair) for pair in links.pairs]
     speed = f"{links.bandwidth / 1e9:.3g} GB/s, {links.latency * 1e6:.0f} us for 8 bytes"
     seen = f"{links.ranks} ranks, {links.size / 2**20:.0f} MiB in {links.seconds * 1e3:.3g} ms: {speed}"
@@ -182,7 +181,6 @@ def _active_links(nvml: Any, handle: Any) -> int:
 
 
 def main(ranks: int, device: str) -> None:
-    """Measure the links and print them as JSON."""
     import torch
     from torch import multiprocessing
 

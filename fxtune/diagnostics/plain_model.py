@@ -159,7 +159,6 @@ class PlainModel(LanguageModel):
         return chunk_sums(logits, slice(0, len(logits)), False)[0]
 
     def _log_probs(self, batch: Batch) -> Tensor:
-        """The log-probabilities for log_probs()."""
         parts = [torch.zeros(0, device=batch.input_ids.device)]
         for logits, targets in self._supervised(batch):
             parts.append(-F.cross_entropy(logits.float(), targets, reduction="none"))

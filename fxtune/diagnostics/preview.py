@@ -214,6 +214,10 @@ def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) 
     for at, document in enumerate(documents):
         piece, ids, supervised, positions = document
         images = document.images(plan)
+        pictures = [
+            {"name": it.name, "height": it.height, "width": it.width, "start": start, "tokens": tokens}
+            for start, tokens, it in images
+        ]
         table = plan.tables[piece.source]
         label = math.nan if table.labels is None else float(table.labels[piece.document])
         found.append(
@@ -227,16 +231,7 @@ def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) 
                 "ids": ids,
                 "supervised": supervised,
                 "positions": positions,
-                "images": [
-                    {
-                        "name": image.name,
-                        "height": image.height,
-                        "width": image.width,
-                        "start": start,
-                        "tokens": tokens,
-                    }
-                    for start, tokens, image in images
-                ],
+                "images": pictures,
                 "text": texts.document(ids, supervised, images).plain,
             }
         )
@@ -315,7 +310,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         "ranks": f"{degrees.ranks} ({degrees})" if degrees.ranks > 1 else "",
         **need.parts,
         "in all": f"{_gib(need.device)}, {_gib(facts.free_memory)} are free: {fits}",
-        "host memory": need.host,
+        "host memory": need.pinned,
     }
     if degrees.ranks > 1:
         traffic = step_traffic(facts, own)

@@ -63,7 +63,6 @@ def gpus() -> list[Finding]:
 
 
 def host() -> Iterator[Finding]:
-    """Cores, memory, open files."""
     total, available = memory()
     free = f"{available / GIB:.0f} of {total / GIB:.0f} GiB memory available"
     yield Finding("CPU", f"{cores()} cores for this process, {free}")

@@ -177,6 +177,11 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     moved = _any_by_module(
         {name: not torch.equal(_sample(parameter), before[name]) for parameter, name in names.items()}
     )
+    if away := train_step.optimizer.host_moments:
+        kept = [moment for moments in away.moments.values() for moment in moments.values()]
+        seen = f"{sum(moment.nbytes for moment in kept) / GIB:.2f} GiB in {len(kept)} tensors of pinned memory"
+        pinned = bool(kept) and all(moment.is_pinned() for moment in kept)
+        yield Evidence("optimizer.offload", "moments in host memory", seen, pinned)
     noun = "adapted modules" if len(moved) < len(before) else "tensors"
     yield Evidence(
         "optimizer",

@@ -31,6 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxtune.distributed.chunks import LinearWeights, divided_like, is_divided, local
+from fxtune.distributed.copy_engines import copy_engine_gather, gathered_bytes
 from fxtune.distributed.world import World
 
 OWN = "own_experts"
@@ -43,10 +44,12 @@ Result = TypeVar("Result")
 
 class Sharding:
     """Controls the sharded weights of `model` for passes and training steps; shard() returns it. `experts`: parameters
-    that are divided by expert -> this rank's experts."""
+    that are divided by expert -> this rank's experts. `gathered_by`: what gathers the weights of layers, in words."""
 
-    def __init__(self, model: Any, world: World, experts: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self.model, self.world, self.experts = model, world, experts
+    def __init__(
+        self, model: Any, world: World, experts: Mapping[nn.Parameter, nn.Parameter], gathered_by: str
+    ) -> None:
+        self.model, self.world, self.experts, self.gathered_by = model, world, experts, gathered_by
         self.accumulates = True
         """Whether gradients of earlier micro-batches are kept whole on each rank, in float32, and summed over ranks
         once a step. That sends less, and needs memory for a whole gradient."""
@@ -133,10 +136,16 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         with _CodesWithoutGradients():
             divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-        ignored.update(part.parameters())
+        own = [weight for weight in part.parameters() if weight not in ignored]
+        sizes.append(gathered_bytes(own, mesh.size(-1), dtype))
+        ignored.update(own)
         return divided
 
+    sizes = list[int]()
     groups = [divide(layer) for layer in layers]
+    gather, gathered_by = copy_engine_gather(world, sizes)
+    for layer in groups if gather else ():
+        layer.set_custom_all_gather(gather)
     for layer, following in itertools.pairwise(groups):
         layer.set_modules_to_forward_prefetch([following])
     if embedding is not None and any(True for _ in embedding.parameters()):
@@ -157,7 +166,7 @@ def shard(
         held = {name: weight for name, weight in module.named_parameters(recurse=False) if is_divided(weight)}
         own.update({weight: nn.Parameter(local(weight), weight.requires_grad) for weight in held.values()})
         setattr(module, OWN, {name: own[weight] for name, weight in held.items()})
-    return Sharding(model, world, own)
+    return Sharding(model, world, own, gathered_by)
 
 
 def divide_by_expert(experts: nn.Module, world: World) -> None:

@@ -59,6 +59,7 @@ hours while the others wait. A dead rank is noticed long before, by its closed c
 
 NCCL = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast needs rights that containers often lack
+    "NCCL_CTA_POLICY": "2",  # gathers into symmetric memory by copy engines (copy_engines.py)
     # The flight recorder: if a GPU is stuck, the last collectives of each rank go to a file for torch's `fr_trace`.
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

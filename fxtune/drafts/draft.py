@@ -38,14 +38,8 @@ PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 MODELS_DATE = "2026-11-28"
 TEXT_MODELS = (
-    "Qwen/Qwen3.5-35B-A3B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen3-14B",
-    "Qwen/Qwen3.5-9B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-0.6B",
+    *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"),
+    *("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"),
 )
 """Chat models of one family, the largest first, with an open licence and no gate. Their configs ship with fxtune
 (models/shipped.py)."""
@@ -202,7 +196,6 @@ def _divisors(batch: int) -> Iterator[int]:
 
 
 def _config(keys: dict[str, Any]) -> Config:
-    """The config of a recipe with these keys."""
     with tempfile.TemporaryDirectory(prefix="fxtune-new-") as folder:
         file = Path(folder) / "draft.yaml"
         file.write_text(recipe.text([], keys), encoding="utf-8")

@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,8 @@ SPARE = 0.04
 UNEVEN = 1.1
 """Rows that divided experts of one rank may have, as a multiple of the mean over ranks. This number is an assumption,
 not a measurement."""
+HOST_SHARE = 0.8
+"""The share of the host's memory that pinned tensors may fill."""
 WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
 PEAKS = {
@@ -107,7 +110,7 @@ class Need:
     """Bytes that the layers' backward pass adds to `kept` at its peak, including the gradients at that time."""
     loss: int
     host: int = 0
-    """Bytes of pinned host memory."""
+    """Bytes of activations in pinned host memory."""
     exchange: int = 0
     """Bytes of buffers for the exchange of weights and gradients with other ranks."""
     gradients: int = 0
@@ -119,6 +122,13 @@ class Need:
     """Bytes that a whole step holds for images (BesideMemory.held)."""
     images_peak: int = 0
     """Bytes that the parts for images add to `images` while they run, including the gradients at that time."""
+    host_moments: int = 0
+    """Bytes of the optimizer's moments in pinned host memory."""
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned host memory."""
+        return self.host + self.host_moments
 
     @property
     def passing(self) -> int:
@@ -187,6 +197,9 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     }
     weights, trained = _bytes_of_rank(facts, shape)
     exchange, summed = exchange_bytes(facts)
+    host, host_moments, moments = 0, 0, trained.moments
+    if facts.optimizer.slots:
+        host_moments, moments = moments, int(moments * _share_in_slots(facts))
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     if facts.frozen:
@@ -194,7 +207,6 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
-    host = 0
     behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
     for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
         kept, working, sent = bytes_of[kind, level]
@@ -219,7 +231,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
-        trained.moments + gradients,
+        moments + gradients,
         int(held),
         int(max(most - held, 0)) + summed,
         _loss_bytes(facts, shape),
@@ -229,7 +241,13 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         update,
         images.held,
         images.peak + before,
+        host_moments,
     )
+
+
+def host_for_activations(facts: Facts) -> float:
+    """Bytes of pinned host memory that moments leave to activations."""
+    return max(HOST_SHARE * facts.host_memory - forecast(facts, RecomputePlan()).host_moments, 0.0)
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:
@@ -479,8 +497,10 @@ def exchange_bytes(facts: Facts) -> tuple[int, int]:
         return facts.sum_bytes * trained_parameters(facts), 0
     # The embedding is whole only in its own forward pass, when memory is far below its peak. The head's weight may be
     # the same tensor. It is whole from the end of the forward pass until its gradient is computed.
+    # A layer is whole while it runs, and the next layer is in a buffer. Copy engines keep two buffers.
     head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
-    whole = int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts))
+    held = 3 if facts.device == "cuda" else 2
+    whole = int(number_bytes(facts) * head + held * layer * linear_bytes(facts))
     if facts.execution.adapters:  # adapters' gradients are added up as replicas do it
         return whole + facts.sum_bytes * trained_parameters(facts), 0
     return whole, int(layer * (number_bytes(facts) + 4))
@@ -492,6 +512,15 @@ def divides_experts(facts: Facts) -> bool:
         return False
     model = skeleton(facts.model)
     return model is not None and _divides(model, facts.degrees.shard * facts.degrees.context)
+
+
+def _share_in_slots(facts: Facts) -> float:
+    """The share of the moments for which the device has slots: of weights of each size, OptimizerState.slots."""
+    if (model := skeleton(facts.model)) is None:
+        return 1.0
+    counts = Counter(weight.numel() for weight in model.parameters())
+    held = sum(min(count, facts.optimizer.slots) * size for size, count in counts.items())
+    return held / sum(count * size for size, count in counts.items())
 
 
 @functools.lru_cache(maxsize=64)

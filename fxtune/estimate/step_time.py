@@ -236,14 +236,18 @@ def _seen(facts: Facts, attended: float | None) -> LayerTime:
 
 def update_seconds(facts: Facts) -> float:
     """Seconds of the optimizer's update on one rank. The update reads and writes weights and moments, and reads
-    gradients. The norm of the gradient and clipping also read gradients."""
-    need = forecast(facts, RecomputePlan())
+    gradients. The norm of the gradient and clipping also read gradients. Moments in host memory are copied."""
+    need = forecast(replace(facts, optimizer=replace(facts.optimizer, slots=0)), RecomputePlan())
+    copied = forecast(facts, RecomputePlan()).host_moments / rates(facts).link
     weights = trained_parameters(facts) / facts.degrees.shard
     moved = 2 * need.trained + 2 * number_bytes(facts) * weights
     if facts.optimizer.update_bytes:
         moved = facts.optimizer.update_bytes * weights
     passes = NORM_PASSES + (0 if facts.in_backward else CLIP_PASSES)
-    return (moved + passes * number_bytes(facts) * weights) / rates(facts).memory
+    seconds = (moved + passes * number_bytes(facts) * weights) / rates(facts).memory
+    # Copies of moments in both directions overlap with each other, and with in_backward with the backward pass.
+    hidden = 2 * forward_seconds(facts) if copied and facts.in_backward else 0.0
+    return max(seconds, copied - hidden)
 
 
 def _elementwise(facts: Facts) -> float:

@@ -27,10 +27,7 @@ from fxtune.models.weights import readable_files
 from fxtune.system.files.hub import Origin
 
 PREFIX, TOKENS = "base_model.model.", ".trainable_tokens_delta"
-UNKNOWN = {
-    "lora_bias": "biases of adapters",
-    "layer_replication": "repeated layers",
-}
+UNKNOWN = {"lora_bias": "biases of adapters", "layer_replication": "repeated layers"}
 """{option of peft: its meaning}. The merge of an adapter with such an option is not computed again."""
 
 
@@ -88,8 +85,7 @@ class _Tensors:
                 self.files[name], self._handles[name] = file, handle
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        return tensor
+        return self._handles[name].get_tensor(name)
 
 
 class _Adapters:

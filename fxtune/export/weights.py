@@ -143,8 +143,7 @@ class ExportedWeights:
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
     """Call work() on rank 0 only. All ranks get its result, or raise its OSError."""
-    found: Result = on_all(world, lambda: work() if world.main else None)[0]  # type: ignore[assignment]
-    return found
+    return on_all(world, lambda: work() if world.main else None)[0]  # type: ignore[return-value]
 
 
 def on_all(world: World, work: Callable[[], Result]) -> list[Result]:

@@ -57,6 +57,9 @@ class OptimizerState:
     undo_limit: int = 0
     """The largest size, in bytes, of weights that the optimizer copies before it updates them together. It copies the
     weights, their gradients and their moments, to undo a bad step. 0: it never copies."""
+    slots: int = 0
+    """The number of weights of each size whose state is on the device at a time, while all state is in host memory.
+    0: all state is on the device."""
     update_bytes: float = 0.0
     """The time to update a parameter, as the number of bytes that the device reads in this time. 0: the time follows
     from the bytes that the update reads and writes."""

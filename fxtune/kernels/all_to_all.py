@@ -61,8 +61,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    exchanged: Tensor = torch.ops.fxtune.all_to_all(gradient, ctx.group)
-    return exchanged, None
+    return torch.ops.fxtune.all_to_all(gradient, ctx.group), None
 
 
 all_to_all.register_autograd(_backward, setup_context=_setup)

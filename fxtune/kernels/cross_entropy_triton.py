@@ -42,21 +42,10 @@ def softmax_gradient(
     needed = triton.next_power_of_2(triton.cdiv(vocabulary, per_load))
     lanes = min(WARPS * 32 * LOADS, needed)
     _softmax_gradient[(rows,)](
-        logits,
-        logits.stride(0),
-        labels,
-        losses,
-        vocabulary,
-        float(scale),
-        float(cap),
-        CAP=bool(cap),
-        SCALED=scale != 1.0,
-        GRADIENT=gradient,
-        IGNORED=ignored,
-        LANES=lanes,
-        PER_LOAD=per_load,
+        logits, logits.stride(0), labels, losses, vocabulary, float(scale), float(cap),
+        CAP=bool(cap), SCALED=scale != 1.0, GRADIENT=gradient, IGNORED=ignored, LANES=lanes, PER_LOAD=per_load,
         num_warps=min(WARPS, max(lanes // 32, 1)),
-    )
+    )  # fmt: skip
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -107,20 +96,10 @@ def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexp
 
 @triton.jit
 def _softmax_gradient(
-    logits_ptr,
-    stride,
-    labels_ptr,
-    losses_ptr,
-    vocabulary,
-    scale,
-    cap,
-    CAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    IGNORED: tl.constexpr,
-    LANES: tl.constexpr,
+    logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, scale, cap,
+    CAP: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LANES: tl.constexpr,
     PER_LOAD: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)

@@ -151,7 +151,6 @@ def _to_top(teacher: TopTargets, log_q: Tensor, gradient: bool) -> tuple[Tensor,
 
 
 def rows_of_chunk(vocabulary: int) -> int:
-    """The most rows of a chunk."""
     return max(default_chunk_rows(vocabulary, torch.float32) // SHARE_OF_BUFFER, 128)
 
 

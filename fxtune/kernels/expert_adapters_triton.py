@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
-from fxtune.kernels.triton_matrix import matrix
+from fxtune.kernels.triton_parts import matrix, rank_block
 
 PROJECT = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
@@ -61,28 +61,11 @@ def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) ->
     return out
 
 
-def rank_block(ranks: int) -> int:
-    return max(triton.next_power_of_2(ranks), 16)
-
-
 @triton.jit
 def _project(
-    states,
-    token,
-    factor,
-    by_expert,
-    by_column,
-    by_rank,
-    out,
-    ends,
-    width,
-    ranks,
-    experts,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    states, token, factor, by_expert, by_column, by_rank, out, ends, width, ranks, experts,
+    RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return
@@ -105,21 +88,9 @@ def _project(
 
 @triton.jit
 def _expand(
-    narrow,
-    factor,
-    by_expert,
-    by_rank,
-    by_column,
-    out,
-    ends,
-    columns,
-    ranks,
-    experts,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    narrow, factor, by_expert, by_rank, by_column, out, ends, columns, ranks, experts,
+    RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     across = (columns + COLUMNS - 1) // COLUMNS
     expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
     if expert >= experts:
@@ -147,18 +118,9 @@ def low_product(narrow, factor, by_expert, by_rank, by_column, expert, row, end,
 
 @triton.jit
 def _outer(
-    states,
-    token,
-    narrow,
-    out,
-    ends,
-    width,
-    ranks,
-    GATHER: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    states, token, narrow, out, ends, width, ranks,
+    GATHER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(1)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)

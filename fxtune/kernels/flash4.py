@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,83 +39,97 @@ MIN_BOUND = 1024
 """The lowest bound that the kernels get. A lower one selects other variants of the kernels, only useful for probes."""
 
 
-@torch.library.custom_op("fxtune::flash4", mutates_args=(), device_types="cuda")
-def flash4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor]:
+class Options(NamedTuple):
+    """The arguments of flash4 after q, k and v."""
+
+    cu_seqlens: Tensor | None
+    """int32 [documents + 1]: where each document begins, and at the end the number of tokens. Documents may be empty.
+    None: each row is one document."""
+    max_seqlen: int
+    """An upper bound on the documents' lengths. Not read without `cu_seqlens`."""
+    scale: float
+    """The factor of the scores, usually d^-0.5."""
+    window: int
+    """How many tokens a token attends to, itself included (transformers' `sliding_window`); 0: no limit."""
+    softcap: float
+    """c in c * tanh(score / c) (Gemma 2); 0: no soft cap."""
+    sinks: Tensor | None = None
+    """[heads], one more score in each softmax of a head. It belongs to no token and has no value (gpt-oss)."""
+    cu_seqlens_k: Tensor | None = None
+    """int32 [documents + 1], like `cu_seqlens`, but for k and v, which may have another number of tokens. Each
+    document has at least as many keys as queries, and its last query and last key are of one token. Keys after the
+    last document have no influence, and an arbitrary gradient. None: `cu_seqlens`."""
+    causal: bool = True
+    """If false, each token attends to all tokens of its document, within `window` to both sides, without `sinks` and
+    `cu_seqlens_k`."""
+
+    @classmethod
+    def of_backward(cls, *given: Any) -> Options:
+        """The options that flash4_backward gets: all but `sinks`."""
+        return cls(*(*given[:5], None, *given[5:]))
+
+    def of_package(self) -> dict[str, Any]:
+        """Arguments that the package's forward and backward pass share."""
+        bound = None if self.cu_seqlens is None else max(self.max_seqlen, MIN_BOUND)
+        return dict(
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k,
+            max_seqlen_q=bound,
+            max_seqlen_k=bound,
+            softmax_scale=self.scale,
+            causal=self.causal,
+            window_size_left=self.window - 1 if self.window else None,
+            **({} if self.causal or not self.window else {"window_size_right": self.window - 1}),
+        )
+
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_OPTIONS = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, SymInt window, float softcap"
+_LAST = "Tensor? cu_seqlens_k=None, bool causal=True"
+
+
+@torch.library.custom_op(
+    "fxtune::flash4",
+    mutates_args=(),
+    device_types="cuda",
+    schema=f"({_QKV}, {_OPTIONS}, Tensor? sinks=None, {_LAST}) -> (Tensor, Tensor)",
+)
+def flash4(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Attention inside documents, causal or two-way.
 
     Args:
         q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
             float16 or bfloat16, any strides, but the last is 1.
         k, v: the same with kv_heads (a divisor of heads); v may have another d.
-        cu_seqlens: int32 [documents + 1]: where each document begins, and at the end the number of tokens. Documents
-            may be empty.
-        max_seqlen: an upper bound on the documents' lengths. Not read without `cu_seqlens`.
-        scale: the factor of the scores, usually d^-0.5.
-        window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: no limit.
-        softcap: c in c * tanh(score / c) (Gemma 2); 0: no soft cap.
-        sinks: [heads], one more score in each softmax of a head. It belongs to no token and has no value (gpt-oss).
-        cu_seqlens_k: int32 [documents + 1], like `cu_seqlens`, but for k and v, which may have another number of
-            tokens. Each document has at least as many keys as queries, and its last query and last key are of one
-            token. Keys after the last document have no influence, and an arbitrary gradient. None: `cu_seqlens`.
-        causal: if false, each token attends to all tokens of its document, within `window` to both sides, without
-            `sinks` and `cu_seqlens_k`.
+        given: see Options.
 
     Returns:
         out: like q with v's last dimension, contiguous.
         lse: log-sum-exp of the scores and the sink (natural logarithm), float32 [heads, tokens] or [rows, heads,
             length]; it has no gradient.
     """
-    out, lse = _results(q, k, v, cu_seqlens)
-    options = _options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window, causal)
-    flash_attn.forward(package())(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
+    options = Options(*given)
+    out, lse = _results(q, k, v, options.cu_seqlens)
+    cap, sinks = options.softcap or None, options.sinks
+    flash_attn.forward(package())(q, k, v, **options.of_package(), softcap=cap, learnable_sink=sinks, out=out, lse=lse)
     return out, lse
 
 
-@torch.library.custom_op("fxtune::flash4_backward", mutates_args=(), device_types="cuda")
+@torch.library.custom_op(
+    "fxtune::flash4_backward",
+    mutates_args=(),
+    device_types="cuda",
+    schema=f"(Tensor dout, {_QKV}, Tensor out, Tensor lse, {_OPTIONS}, {_LAST}) -> (Tensor, Tensor, Tensor)",
+)
 def flash4_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = True,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms the
     gradients have the same bits each time."""
-    dq, dk, dv = _gradients(q, k, v)
-    flash_attn.backward(package())(
-        q,
-        k,
-        v,
-        out,
-        dout.contiguous(),
-        lse,
-        **_options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window, causal),
-        softcap=softcap,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    options, (dq, dk, dv) = Options.of_backward(*given), _gradients(q, k, v)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    results = dict(dq=dq, dk=dk, dv=dv, deterministic=deterministic, softcap=options.softcap)
+    flash_attn.backward(package())(q, k, v, out, dout.contiguous(), lse, **options.of_package(), **results)
     return dq, dk, dv
 
 
@@ -152,24 +166,13 @@ def _cache_folder(configured: str | None) -> Path | None:
     return folder
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """flash4 in plain torch, document by document, in float32 (float64 for float64)."""
-    out, lse = _results(q, k, v, cu_seqlens)
-    for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
+    options = Options(*given)
+    out, lse = _results(q, k, v, options.cu_seqlens)
+    for rows, columns, keys in _documents(q, options):
         qd, kd, vd = q[rows], k[keys], v[keys]
-        scores = _scores(qd, kd, scale, window, softcap, causal)[0]
+        scores, sinks = _scores(qd, kd, options)[0], options.sinks
         sums = scores.logsumexp(-1)
         lse[columns] = sums if sinks is None else torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
         probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
@@ -178,29 +181,17 @@ def reference(
 
 
 def reference_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = True,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """flash4_backward in plain torch: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix
     B)."""
-    dq, dk, dv = _gradients(q, k, v)
-    for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
+    options, (dq, dk, dv) = Options.of_backward(*given), _gradients(q, k, v)
+    for rows, columns, keys in _documents(q, options):
         qd, kd, vd, od, dod = q[rows], k[keys], v[keys], out[rows], dout[rows]
-        scores, slope = _scores(qd, kd, scale, window, softcap, causal)
+        scores, slope = _scores(qd, kd, options)
         probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
         o, do = (_heads_first(x, scores.dtype) for x in (od, dod))
-        dscores = probabilities * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * scale
+        dscores = probabilities * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * options.scale
         dq[rows] = (dscores @ _per_head(kd, qd)).transpose(0, 1).to(q.dtype)
         dk[keys] = _per_group(dscores.mT @ _heads_first(qd, scores.dtype), kd).to(k.dtype)
         dv[keys] = _per_group(probabilities.mT @ do, vd).to(v.dtype)
@@ -276,25 +267,9 @@ def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _options(
-    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int, scale: float, window: int, causal: bool
-) -> dict[str, Any]:
-    """Arguments that the package's forward and backward pass share."""
-    bound = None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
-    return dict(
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
-        max_seqlen_q=bound,
-        max_seqlen_k=bound,
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=window - 1 if window else None,
-        **({} if causal or not window else {"window_size_right": window - 1}),
-    )
-
-
-def _documents(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None) -> Iterator[tuple[Any, Any, Any]]:
+def _documents(q: Tensor, options: Options) -> Iterator[tuple[Any, Any, Any]]:
     """For each document that has tokens: its indices in `q`, in `lse` and in `k`."""
+    cu_seqlens, cu_seqlens_k = options.cu_seqlens, options.cu_seqlens_k
     if cu_seqlens is None:
         yield from ((row, row, row) for row in range(len(q)))
         return
@@ -304,10 +279,11 @@ def _documents(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None
             yield slice(start, end), (slice(None), slice(start, end)), slice(*ends)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Scores of one document, [heads, queries, keys], -inf where masked, and the soft cap's derivative at each."""
+    window, softcap, causal = options.window, options.softcap, options.causal
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
+    scores = _heads_first(q, wide) @ _per_head(k, q).mT * options.scale
     slope = torch.ones_like(scores)
     if softcap:
         capped = (scores / softcap).tanh()

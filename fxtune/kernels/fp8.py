@@ -36,6 +36,8 @@ from fxtune.upstream import torch as upstream
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+MULTIPLE = 16
+"""The sizes of each matrix in an fp8 product are multiples of this."""
 SMALLEST = 2.0**-100
 """The smallest scale, far below the scale of any gradient."""
 PART = 64 * 2**20
@@ -43,16 +45,16 @@ PART = 64 * 2**20
 
 
 class Weight(NamedTuple):
-    """A frozen weight [out, in] in the layout of both products."""
+    """A frozen weight [out, in] in the layout of both products, or the weights [experts, out, in] of all experts."""
 
     codes: Tensor
     """[out, in]: e4m3, or uint8 with the bits of e4m3, for libraries that look at a model's dtypes."""
     scales: Tensor
-    """float32 [1, out], powers of two."""
+    """float32 [1, out] or [experts, out], powers of two."""
     back: Tensor | None = None
-    """The transpose [in, out], in the dtype of `codes`, with contiguous rows. None: backward products transpose W."""
+    """The transposes, in the dtype of `codes`, with contiguous rows. None: backward products transpose W."""
     back_scales: Tensor | None = None
-    """float32 [1, in], powers of two; None if `back` is None."""
+    """float32 [1, in] or [experts, in], powers of two; None if `back` is None."""
 
 
 @torch.no_grad()
@@ -149,21 +151,26 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
 def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = None) -> Tensor:
     """dy W [rows, in] for a weight whose transpose is not kept. `dy`: the result of quantize_rows(dy, columns=scales),
     with the weight's scales; `out`: see scaled_mm()."""
-    back = torch.empty(codes.shape[1], len(codes), dtype=torch.uint8, device=codes.device)
-    if codes.is_cuda:
-        from fxtune.kernels import fp8_triton
-
-        fp8_triton.transpose(codes.view(torch.uint8), back)
-    else:
-        back.copy_(codes.view(torch.uint8).t())
+    back = turned(codes)
     return scaled_mm(dy, back, torch.ones(1, len(back), device=codes.device), out)
+
+
+def turned(codes: Tensor) -> Tensor:
+    """The transpose [..., in, out] of `codes` [..., out, in], or of each of several matrices, as contiguous uint8."""
+    codes = codes.view(torch.uint8)
+    back = codes.new_empty(codes.mT.shape)
+    if not codes.is_cuda:
+        return back.copy_(codes.mT)
+    from fxtune.kernels import fp8_triton
+
+    fp8_triton.transpose(codes, back)
+    return back
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x W^T, differentiable in x alone. `x`: [..., in] of any floating dtype. The result [..., out] has x's dtype."""
     back = None if weight.back is None else weight.back.t()
-    y: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
-    return y
+    return torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
 
 
 @torch.library.custom_op("fxtune::fp8_linear", mutates_args=())
@@ -226,8 +233,7 @@ def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     most of its numbers near 1e-6, and one near 1. e4m3 cannot hold both, and losing the small numbers would push all
     hidden states the same way.
     """
-    logits: Tensor = torch.ops.fxtune.fp8_head(x, codes.t(), scales)
-    return logits
+    return torch.ops.fxtune.fp8_head(x, codes.t(), scales)
 
 
 @torch.library.custom_op("fxtune::fp8_head", mutates_args=())

@@ -24,14 +24,15 @@ its accumulation of e4m3 products is slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxtune.kernels import fp8, gated_experts
-from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
-from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, Layer, outer_of, project
+from fxtune.kernels.expert_layer import Layer, register
+from fxtune.kernels.fp8 import E4M3, SMALLEST, Weight, quantize_rows
+from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, outer_of, project
 from fxtune.kernels.grouped_matmul import pick, product, segments
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
@@ -41,35 +42,22 @@ TORCH, TRITON = "torch", "triton"
 product. If the adapter's rank is above MOST_RANKS, torch's GEMM is used in its place."""
 
 
-class Weights(NamedTuple):
-    """The frozen matrices of all experts in the layout of both products."""
-
-    codes: Tensor
-    """[experts, out, in]: uint8 with the bits of e4m3."""
-    scales: Tensor
-    """float32 [experts, out], powers of two."""
-    back: Tensor | None = None
-    """The transposes [experts, in, out]. None: each backward pass makes them."""
-    back_scales: Tensor | None = None
-    """float32 [experts, in], powers of two; None if `back` is None."""
-
-
 Rows = tuple[Tensor, Tensor]
 """Quantized rows: e4m3 codes [rows, width] and float32 scales [rows, 1]."""
 
 
 @torch.no_grad()
-def quantize_experts(weight: Tensor, transpose: bool = True) -> Weights:
+def quantize_experts(weight: Tensor, transpose: bool = True) -> Weight:
     """Quantize `weight` [experts, out, in] of any floating dtype. `transpose`: keep the transposes, too; making
     them takes two temporary bfloat16 copies."""
     experts, out, inner = weight.shape
     codes, scales = quantize_rows(weight.reshape(-1, inner), powers=True)
-    half = Weights(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
+    half = Weight(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
     if not transpose:
         return half
     turned = fp8.dequantize_weight(codes, scales, torch.bfloat16).view(weight.shape).mT.reshape(-1, out)
     back, back_scales = quantize_rows(turned, powers=True)
-    return Weights(*half[:2], back.view(torch.uint8).view(experts, inner, out), back_scales.view(experts, inner))
+    return Weight(*half[:2], back.view(torch.uint8).view(experts, inner, out), back_scales.view(experts, inner))
 
 
 def dequantize_experts(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +71,7 @@ def fp8_experts(
     order: Tensor,
     back: Tensor,
     ends: Tensor,
-    matrices: tuple[Weights, Weights],
+    matrices: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
     gemm: str = TRITON,
@@ -92,8 +80,8 @@ def fp8_experts(
     """[tokens, d]: the weighted sum of the outputs of each token's experts, see gated_experts.gated_experts().
 
     Args:
-        matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
-            is bfloat16, and width and d are multiples of 16.
+        matrices: the Weight of gate and up as one, [experts, 2 width, d], and of down, [experts, d, width]. On a GPU
+            `hidden` is bfloat16, and width and d are multiples of 16.
         adapters: one for each of the two matrices. A matrix without an adapter has one of rank 0.
         gemm: TORCH or TRITON.
         keep: see gated_experts.gated_experts().
@@ -101,14 +89,13 @@ def fp8_experts(
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
     options = *act, gemm, "", keep, False
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
-    return out
+    return _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
     last, ends, gemm = layer.last, layer.ends, layer.gemm
     g, r1 = _inner(layer)
-    h, r2 = activate(g, r1, layer.b1, layer.a2, ends, layer.activation)
+    h, r2 = activate(layer, g, r1)
     y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, gemm)
     return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
 
@@ -123,7 +110,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, gemm)
     del dy
     factors = None if has_transposes else layer.first[1]
-    dg, codes, dr1, dw, wh = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
+    dg, codes, dr1, dw, wh = activate_backward(layer, g, r1, dh, dr2, w, factors)
     del dh
     r2w = (r2 * w).to(r2.dtype) if layer.keep else product(wh, layer.a2.mT, ends)
     db2 = outer_of(dout, token, r2w, ends)
@@ -143,7 +130,7 @@ def _inner(layer: Layer) -> tuple[Tensor, Tensor]:
     return scaled_product(x, layer.first[0], layer.first[1], layer.ends, layer.hidden.dtype, layer.gemm), r1
 
 
-_operator = gated_experts.register("fp8_experts", _forward, _backward)
+_operator = register("fp8_experts", _forward, _backward)
 
 
 def scaled_product(
@@ -194,16 +181,8 @@ def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Codes [experts, in, out] and scales [experts, in] of the transposes. If they are not kept, all scales are 1."""
     if len(weights) == 4:
         return weights[2], weights[3]
-    codes = weights[0]
-    experts, out, inner = codes.shape
-    back = codes.new_empty(experts, inner, out)
-    if codes.is_cuda:
-        from fxtune.kernels import fp8_triton
-
-        fp8_triton.transpose(codes, back)
-    else:
-        back.copy_(codes.mT)
-    return back, torch.ones(experts, inner, device=codes.device)
+    back = fp8.turned(weights[0])
+    return back, torch.ones(back.shape[:2], device=back.device)
 
 
 def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:
@@ -235,28 +214,19 @@ def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
     return product(narrow, factor, ends)
 
 
-def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: Activation) -> tuple[Rows, Tensor]:
+def activate(layer: Layer, g: Tensor, r1: Tensor) -> tuple[Rows, Tensor]:
     """gated_experts.activate(), but h is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
-        h, r2 = g.new_empty(len(g), a2.shape[2]), g.new_empty(len(g), a2.shape[1])
-        return gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2, SMALLEST), r2
-    h, r2 = gated_experts.activate(g, r1, b1, a2, None, ends, act)
+        h, r2 = g.new_empty(len(g), layer.a2.shape[2]), g.new_empty(len(g), layer.a2.shape[1])
+        return gated_experts_triton.forward(layer, g, r1, h, r2, SMALLEST), r2
+    h, r2 = gated_experts.activate(layer, g, r1)
     return quantize_rows(h), r2
 
 
 def activate_backward(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    dh: Tensor,
-    dr2: Tensor,
-    a2: Tensor,
-    w: Tensor,
-    ends: Tensor,
-    act: Activation,
-    factors: Tensor | None,
+    layer: Layer, g: Tensor, r1: Tensor, dh: Tensor, dr2: Tensor, w: Tensor, factors: Tensor | None
 ) -> tuple[Tensor, Rows, Tensor, Tensor, Tensor]:
     """gated_experts.activate_backward() that also quantizes dg. Returns dg, its codes and scales, dr1, dw, and w h.
     `factors`: float32 [experts, 2 width]. The columns of dg are multiplied by them before dg is quantized."""
@@ -264,12 +234,10 @@ def activate_backward(
         from fxtune.kernels import gated_experts_triton
 
         dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
-        dw, wh, codes = gated_experts_triton.backward(
-            g, r1, b1, dh, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, factors
-        )
+        dw, wh, codes = gated_experts_triton.backward(layer, g, r1, dh, dr2, w, dg, dr1, SMALLEST, factors)
         return dg, codes, dr1, dw, wh
-    dg, dr1, dw, wh = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)
-    return dg, _quantized(dg, ends, factors), dr1, dw, wh
+    dg, dr1, dw, wh = gated_experts.activate_backward(layer, g, r1, dh, dr2, w)
+    return dg, _quantized(dg, layer.ends, factors), dr1, dw, wh
 
 
 def _quantized(x: Tensor, ends: Tensor, factors: Tensor | None) -> Rows:

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.expert_adapters_triton import low_product, rank_block
+from fxtune.kernels.expert_adapters_triton import low_product
 from fxtune.kernels.fp8_triton import _scale
 from fxtune.kernels.gated_experts_triton import _grid, _tile_of
+from fxtune.kernels.triton_parts import rank_block
 
 PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, num_stages=3)
 """The launch shape: the fastest of five on an H200, for 131,072 rows of 128 experts."""
@@ -110,28 +111,11 @@ def _quantize_scaled(states, token, expert, factors, codes, scales, width, small
 
 @triton.jit
 def _product(
-    x,
-    codes,
-    x_scales,
-    scales,
-    narrow,
-    factor,
-    by_expert,
-    by_rank,
-    by_column,
-    out,
-    ends,
-    columns,
-    depth,
-    ranks,
-    experts,
-    LOW: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, codes, x_scales, scales, narrow, factor, by_expert, by_rank, by_column, out, ends,
+    columns, depth, ranks, experts,
+    LOW: tl.constexpr, RANKS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     """A program computes a tile of one expert. Programs that read the same rows follow each other."""
     across = (columns + COLUMNS - 1) // COLUMNS
     expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)

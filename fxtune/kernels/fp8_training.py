@@ -34,11 +34,8 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.kernels.fp8 import E4M3, LARGEST, SMALLEST
+from fxtune.kernels.fp8 import E4M3, LARGEST, MULTIPLE, SMALLEST
 from fxtune.upstream import torch as upstream
-
-MULTIPLE = 16
-"""The sizes of each matrix in an fp8 product are multiples of this."""
 
 
 def linear(x: Tensor, weight: Tensor, fp8_weight_gradient: bool = True) -> Tensor:

@@ -34,20 +34,11 @@ def quantize_rows(
     block = min(triton.next_power_of_2(width), HELD)
     if rows:
         _quantize_rows[(rows,)](
-            x,
-            x.stride(0),
-            codes,
-            codes.stride(0),
-            scales,
-            width,
-            smallest,
+            x, x.stride(0), codes, codes.stride(0), scales, width, smallest,
             scales if columns is None else columns.contiguous(),
-            POWERS=powers,
-            SCALED=columns is not None,
-            BLOCK=block,
-            ONCE=block >= width,
+            POWERS=powers, SCALED=columns is not None, BLOCK=block, ONCE=block >= width,
             num_warps=16 if width > HELD else 8 if block > 1024 else 4,
-        )
+        )  # fmt: skip
 
 
 def transpose(x: Tensor, into: Tensor) -> None:
@@ -87,37 +78,17 @@ def quantize_both(x: Tensor, factors: Tensor | None, codes: Tensor | None, back_
     assert back_factors.is_contiguous()
     if across:
         _quantize_both[triton.cdiv(across, SIDE), triton.cdiv(width, SIDE)](
-            x,
-            x.stride(0),
-            back_factors if factors is None else factors,
-            back if codes is None else codes,
-            back_factors,
-            back,
-            back.stride(0),
-            rows,
-            width,
-            across,
-            CODES=codes is not None,
-            SIDE=SIDE,
-            num_warps=8,
-        )
+            x, x.stride(0), back_factors if factors is None else factors, back if codes is None else codes,
+            back_factors, back, back.stride(0), rows, width, across,
+            CODES=codes is not None, SIDE=SIDE, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit
 def _quantize_both(
-    x,
-    x_stride,
-    factors,
-    codes,
-    back_factors,
-    back,
-    back_stride,
-    rows,
-    width,
-    across,
-    CODES: tl.constexpr,
-    SIDE: tl.constexpr,
-):
+    x, x_stride, factors, codes, back_factors, back, back_stride, rows, width, across,
+    CODES: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < width)
@@ -134,19 +105,9 @@ def _quantize_both(
 
 @triton.jit
 def _quantize_rows(
-    x_ptr,
-    x_stride,
-    codes_ptr,
-    codes_stride,
-    scales_ptr,
-    width,
-    smallest,
-    factors_ptr,
-    POWERS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONCE: tl.constexpr,
-):
+    x_ptr, x_stride, codes_ptr, codes_stride, scales_ptr, width, smallest, factors_ptr,
+    POWERS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * codes_stride

@@ -262,11 +262,7 @@ class Fp8(Base):
 
 
 def add_adapter(
-    product: Tensor,
-    narrow: Tensor | None,
-    factor: Tensor,
-    out: Tensor | None = None,
-    residual: Tensor | None = None,
+    product: Tensor, narrow: Tensor | None, factor: Tensor, out: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """lora_adapters.add(), or the product alone if `narrow` is None."""
     return product if narrow is None else add(product, narrow, factor, out, residual)

@@ -352,13 +352,7 @@ def _returned(ctx: Any, gradients: Sequence[Any], options: int) -> tuple[Any, ..
     wanted = _wanted(ctx) if gradients else [False] * 3
     dx, da, db = gradients or [None] * 3
     a, b, *others = ([None] * length for length in ctx.lengths)
-    return (
-        dx if wanted[0] else None,
-        da if wanted[1] else a,
-        db if wanted[2] else b,
-        *others,
-        *[None] * options,
-    )
+    return (dx if wanted[0] else None, da if wanted[1] else a, db if wanted[2] else b, *others, *[None] * options)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -31,17 +31,17 @@ their reference, and run elsewhere. Sums are float32; what is stored is rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from fxtune.kernels.expert_layer import Layer, register
 from fxtune.kernels.grouped_matmul import outer, pick, product, segments
 from fxtune.kernels.matmul import CAPABILITY, CUBLAS, CUTE
 from fxtune.kernels.quantized import MXFP4, unpack
-from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
+from fxtune.kernels.swiglu import SILU, Activation, act_and_slope, wide
 
 MOST_RANKS = 128
 """The largest rank of Triton's products with adapters: larger tiles do not fit in Hopper's shared memory."""
@@ -86,151 +86,7 @@ def gated_experts(
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors, options = (*adapters[0], *adapters[1], *biases), (*act, gemm, stored, keep, trained)
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
-    return out
-
-
-class Layer(NamedTuple):
-    """The arguments of an operator that computes the experts of a layer, in order."""
-
-    hidden: Tensor
-    weights: Tensor
-    order: Tensor
-    back: Tensor
-    ends: Tensor
-    first: Sequence[Tensor]
-    last: Sequence[Tensor]
-    a1: Tensor
-    b1: Tensor
-    a2: Tensor
-    b2: Tensor
-    bias1: Tensor | None
-    bias2: Tensor | None
-    act: str
-    alpha: float
-    limit: float
-    shift: float
-    interleaved: bool
-    gemm: str
-    stored: str
-    keep: bool
-    trained: bool
-
-    @property
-    def activation(self) -> Activation:
-        return Activation(self.act, self.alpha, self.limit, self.shift, self.interleaved)
-
-    @property
-    def token(self) -> Tensor:
-        """[rows]: the token of each row."""
-        return self.order // self.weights.shape[1]
-
-    @property
-    def row_weights(self) -> Tensor:
-        """[rows, 1]: the weight of each row."""
-        return self.weights.flatten().index_select(0, self.order).unsqueeze(1)
-
-
-_TENSORS = (
-    "Tensor hidden, Tensor weights, Tensor order, Tensor back, Tensor ends, Tensor[] first, Tensor[] last, Tensor a1, "
-    "Tensor b1, Tensor a2, Tensor b2, Tensor? bias1, Tensor? bias2"
-)
-_OPTIONS = (
-    "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored, bool keep, bool trained"
-)
-_FOUR, _SEVEN = (f"({', '.join(types)})" for types in (["Tensor"] * 4, [*["Tensor"] * 6, "Tensor[]"]))
-_FACTORS = 6
-"""The tensors of adapters and biases, which follow `last`."""
-
-
-def register(
-    name: str,
-    forward: Callable[[Layer], tuple[Tensor, ...]],
-    backward: Callable[[Layer, Tensor, Tensor, Tensor, Tensor], tuple[Any, ...]],
-) -> Any:
-    """Register and return the operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
-
-    Args:
-        forward: returns the output and three results for the backward pass: g without its adapter [rows, 2 width], r1
-            and r2 [rows, r]. Without `keep` the backward pass does not read the three.
-        backward: takes the layer, the gradient of the output, and the three results. Returns the gradients of hidden,
-            weights, a1, b1, a2 and b2, and the list of the gradients of trained matrices.
-    """
-    run = torch.library.custom_op(
-        f"fxtune::{name}",
-        lambda *inputs: _kept(forward, Layer(*inputs)),
-        mutates_args=(),
-        schema=f"({_TENSORS}, {_OPTIONS}) -> {_FOUR}",
-    )
-    run_backward = torch.library.custom_op(
-        f"fxtune::{name}_backward",
-        lambda dout, *inputs: backward(Layer(*inputs[:-3]), dout, *inputs[-3:]),
-        mutates_args=(),
-        schema=f"(Tensor dout, {_TENSORS}, {_OPTIONS}, Tensor g, Tensor r1, Tensor r2) -> {_SEVEN}",
-    )
-
-    def shapes(*inputs: Any) -> tuple[Tensor, ...]:
-        layer = Layer(*inputs)
-        sizes = layer.b1.shape[1], layer.a1.shape[1], layer.a2.shape[1]
-        rows = layer.order.shape[0] if layer.keep else 0
-        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(rows, size) for size in sizes)
-
-    def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Any, ...]:
-        layer = Layer(*inputs[:-3])
-        whole = [layer.hidden, layer.weights, layer.a1, layer.b1, layer.a2, layer.b2]
-        matrices = [*layer.first, *layer.last] if layer.trained else []
-        return *map(torch.empty_like, whole), [matrix.new_empty(matrix.shape) for matrix in matrices]
-
-    def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        frozen = [None] * ctx.parts
-        if dout is None:
-            return *[None] * 5, frozen, frozen, *[None] * (_FACTORS + len(ctx.options))
-        saved = ctx.saved_tensors  # read only once: checkpointing hands out each tensor once
-        inputs, factors, others = saved[:5], saved[5:11], list(saved[11:])
-        results = [others.pop(0) if ctx.keep else saved[0].new_empty(0) for _ in range(3)]
-        matrices = others
-        layer = *inputs, matrices[: ctx.parts], matrices[ctx.parts :], *factors, *ctx.options
-        dhidden, dweights, *dadapters, dmatrices = run_backward(dout.contiguous(), *layer, *results)
-        dfirst, dlast = ([dmatrix] for dmatrix in dmatrices) if dmatrices else (frozen, frozen)
-        return dhidden, dweights, None, None, None, dfirst, dlast, *dadapters, None, None, *[None] * len(ctx.options)
-
-    run.register_fake(shapes)
-    run_backward.register_fake(shapes_backward)
-    run.register_autograd(differentiate, setup_context=_setup)
-    register_flop_formula(getattr(torch.ops.fxtune, name))(_flops)
-    register_flop_formula(getattr(torch.ops.fxtune, f"{name}_backward"))(_backward_flops)
-    return run
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    layer = Layer(*inputs)
-    ctx.options, ctx.parts, ctx.keep = inputs[7 + _FACTORS :], len(layer.first), layer.keep
-    # Without `keep` only inputs are saved: a compiled recomputation needs no result of this operator and skips it.
-    results = output[1:] if layer.keep else ()
-    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _FACTORS], *results, *layer.first, *layer.last)
-    ctx.set_materialize_grads(False)
-
-
-def _kept(forward: Callable[[Layer], tuple[Tensor, ...]], layer: Layer) -> tuple[Tensor, ...]:
-    """The results of `forward` that the layer keeps; the others are empty."""
-    out, *results = forward(layer)
-    return out, *(results if layer.keep else (result.new_empty(0, result.shape[1]) for result in results))
-
-
-def _flops(*inputs: Any, **_: Any) -> int:
-    return int(2 * inputs[2][0] * sum(_sizes(*inputs[7:11])))
-
-
-def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
-    first, last, *adapters = _sizes(*inputs[7:11])
-    keep, trained = inputs[-5:-3]
-    again = 0 if keep else first
-    return int(2 * inputs[2][0] * ((1 + trained) * (first + last) + again + 2 * sum(adapters)))
-
-
-def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
-    """How many numbers each matrix and each adapter matrix of one expert has, from the adapters' shapes."""
-    return [b1[1] * a1[2], b2[1] * a2[2], *(matrix[1] * matrix[2] for matrix in (a1, b1, a2, b2))]
+    return _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
@@ -238,7 +94,7 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     g, r1 = _inner(layer, _matrices(layer.first, stored, a1, b1))
     last = _matrices(layer.last, stored, a2, b2, 2, gemm)
-    h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation, last.shape[2] > a2.shape[2])
+    h, r2 = activate(layer, g, r1, last.shape[2] > a2.shape[2])
     y, r2 = _adapted(h, r2, last, b2, ends, gemm)
     return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
 
@@ -259,7 +115,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     del dy
     first = _matrices(layer.first, stored, a1, b1, 1, gemm) if first is None else first
     beside = first.shape[1] > b1.shape[1]
-    dg, dr1, dw, wh = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation, beside)
+    dg, dr1, dw, wh = activate_backward(layer, g, r1, dh, dr2, w, beside)
     del dh
     r2w = (r2 * w).to(r2.dtype) if layer.keep else product(wh, a2.mT, ends, gemm=gemm)
     db2 = outer_of(dout, token, r2w, ends, gemm)
@@ -419,47 +275,29 @@ def combine(
         from fxtune.kernels.gated_experts_triton import add_up
 
         return add_up(rows, back, weights, k, bias, expert, plus)
-    pairs = pick(_wide(rows) if plus is None else _wide(rows) + _wide(plus), back)
+    pairs = pick(wide(rows) if plus is None else wide(rows) + wide(plus), back)
     pairs = (pairs if bias is None else pairs + bias[expert]).unflatten(0, (-1, k))
     return (pairs if weights is None else pairs * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def activate(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    act: Activation,
-    beside: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """h [rows, width] and r2 = h A2^T [rows, r]. `g` [rows, 2 width] does not contain r1 B1^T and `bias` yet.
+def activate(layer: Layer, g: Tensor, r1: Tensor, beside: bool = False) -> tuple[Tensor, Tensor]:
+    """h [rows, width] and r2 = h A2^T [rows, r]. `g` [rows, 2 width] does not contain r1 B1^T and the bias yet.
     `beside`: h and r2 are parts of one tensor."""
+    a2 = layer.a2
     h, r2 = _pair(g, a2.shape[2], a2.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import forward
 
-        forward(g, r1, b1, a2, bias, ends, act, h, r2)
+        forward(layer, g, r1, h, r2)
         return h, r2
-    for expert, rows in segments(ends):
-        h[rows] = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)[0].to(h.dtype)
+    for expert, rows in segments(layer.ends):
+        h[rows] = _gated(_whole(layer, g[rows], r1[rows], expert), layer.activation)[0].to(h.dtype)
         r2[rows] = h[rows] @ a2[expert].t()
     return h, r2
 
 
 def activate_backward(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    dh: Tensor,
-    dr2: Tensor,
-    a2: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    act: Activation,
-    beside: bool = False,
+    layer: Layer, g: Tensor, r1: Tensor, dh: Tensor, dr2: Tensor, w: Tensor, beside: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dg [rows, 2 width], dr1 = dg B1 [rows, r], dw [rows], and w h. dw is the gradient of the rows' weights `w`
     [rows, 1] without the part of a bias. `beside`: dg and dr1 are parts of one tensor.
@@ -470,26 +308,26 @@ def activate_backward(
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
 
-        return dg, dr1, *backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act, dg, dr1)[:2]
+        return dg, dr1, *backward(layer, g, r1, dh, dr2, w, dg, dr1)[:2]
     wh = torch.empty_like(dh)
-    dw = w.new_empty(len(g), dtype=_wide(w).dtype)
-    for expert, rows in segments(ends):
-        full_dh = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
-        h, gate_slope, up_slope = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)
+    dw = w.new_empty(len(g), dtype=wide(w).dtype)
+    for expert, rows in segments(layer.ends):
+        full_dh = wide(dh[rows]).addmm(wide(dr2[rows]), wide(layer.a2[expert]))
+        h, gate_slope, up_slope = _gated(_whole(layer, g[rows], r1[rows], expert), layer.activation)
         dw[rows] = (full_dh * h).sum(1)
         full_dh *= w[rows]
-        gate, up = _halves(dg[rows], act)
+        gate, up = _halves(dg[rows], layer.activation)
         gate.copy_(full_dh * gate_slope)
         up.copy_(full_dh * up_slope)
-        dr1[rows] = dg[rows] @ b1[expert]
+        dr1[rows] = dg[rows] @ layer.b1[expert]
         wh[rows] = (h * w[rows]).to(wh.dtype)
     return dg, dr1, dw, wh
 
 
-def _whole(g: Tensor, r1: Tensor, b1: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+def _whole(layer: Layer, g: Tensor, r1: Tensor, expert: int) -> Tensor:
     """g of one expert's rows, plus r1 B1^T and the bias."""
-    inner = _wide(g).addmm(_wide(r1), _wide(b1).t())
-    return inner if bias is None else inner + bias[expert]
+    inner = wide(g).addmm(wide(r1), wide(layer.b1[expert]).t())
+    return inner if layer.bias1 is None else inner + layer.bias1[expert]
 
 
 def _halves(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
@@ -515,7 +353,3 @@ def _gated(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
     value, slope = act_and_slope(act.name, act.alpha * gate)
     value, up = value / act.alpha, up + act.shift
     return value * up, slope * up * within[0], value * within[1]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

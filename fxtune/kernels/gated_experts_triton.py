@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
+from fxtune.kernels.expert_layer import Layer
 from fxtune.kernels.fp8_triton import _scale
-from fxtune.kernels.swiglu import Activation
-from fxtune.kernels.triton_matrix import matrix
+from fxtune.kernels.triton_parts import activation, matrix, rank_block
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
@@ -76,57 +75,32 @@ def clear_empty(matrices: Tensor, ends: Tensor) -> None:
     _clear_empty[len(ends), CLEARING](matrices, ends, matrices[0].numel(), BLOCK=CLEARED)
 
 
-def forward(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    act: Activation,
-    h: Tensor,
-    r2: Tensor,
-    smallest: float = 0.0,
-) -> Codes:
+def forward(layer: Layer, g: Tensor, r1: Tensor, h: Tensor, r2: Tensor, smallest: float = 0.0) -> Codes:
     """Write `h` and `r2`, see gated_experts.activate(), and return the codes of h. `smallest`: the smallest scale of
     the codes. 0: no codes are made."""
     rows, width = h.shape
     codes, scales = _codes(h, bool(smallest))
-    _forward[_grid(rows, ends, FORWARD)](
-        *map(matrix, (g, r1, h, r2, codes)), scales, b1.contiguous(), a2.contiguous(),
-        g if bias is None else bias.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
-        QUANTIZED=bool(smallest), **_kind(act, bias), **_blocks(b1, a2, ends), **FORWARD,
+    _forward[_grid(rows, layer.ends, FORWARD)](
+        *map(matrix, (g, r1, h, r2, codes)), scales, *_factors(layer, g), layer.ends, smallest, *_sizes(layer, width),
+        QUANTIZED=bool(smallest), **_constants(layer), **FORWARD,
     )  # fmt: skip
     return codes, scales
 
 
 def backward(
-    g: Tensor,
-    r1: Tensor,
-    b1: Tensor,
-    dh: Tensor,
-    dr2: Tensor,
-    a2: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    act: Activation,
-    dg: Tensor,
-    dr1: Tensor,
-    smallest: float = 0.0,
-    factors: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Codes]:
+    layer: Layer, g: Tensor, r1: Tensor, dh: Tensor, dr2: Tensor, w: Tensor, dg: Tensor, dr1: Tensor,
+    smallest: float = 0.0, factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Codes]:  # fmt: skip
     """Write `dg` and `dr1`, and return the gradient of w and w h, see gated_experts.activate_backward(). `smallest`:
     see forward(), but for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by
     them before dg is quantized."""
     rows, width = dh.shape
     dw, wh = w.new_empty(rows, dtype=torch.float32), torch.empty_like(dh)
     codes, scales = _codes(dg, bool(smallest))
-    _backward[_grid(rows, ends, BACKWARD)](
-        *map(matrix, (g, r1, dh, wh, dr2, dg, dr1, codes)), scales, b1.contiguous(), a2.contiguous(),
-        g if bias is None else bias.contiguous(), w.float().contiguous(), dw,
-        scales if factors is None else factors.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
-        QUANTIZED=bool(smallest), SCALED=factors is not None, **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
+    _backward[_grid(rows, layer.ends, BACKWARD)](
+        *map(matrix, (g, r1, dh, wh, dr2, dg, dr1, codes)), scales, *_factors(layer, g), w.float().contiguous(), dw,
+        scales if factors is None else factors.contiguous(), layer.ends, smallest, *_sizes(layer, width),
+        QUANTIZED=bool(smallest), SCALED=factors is not None, **_constants(layer), **BACKWARD,
     )  # fmt: skip
     return dw, wh, (codes, scales)
 
@@ -138,16 +112,18 @@ def _codes(x: Tensor, needed: bool) -> Codes:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def _kind(act: Activation, bias: Tensor | None) -> dict[str, Any]:
-    """The constants that an activation kernel is compiled for."""
-    return dict(
-        SILU=act.name == "silu",
-        ALPHA=act.alpha,
-        LIMIT=act.limit,
-        SHIFT=act.shift,
-        INTERLEAVED=act.interleaved,
-        BIASED=bias is not None,
-    )
+def _factors(layer: Layer, g: Tensor) -> tuple[Tensor, ...]:
+    """B1, A2 and the bias of gate and up; without a bias `g` is a placeholder."""
+    return layer.b1.contiguous(), layer.a2.contiguous(), g if layer.bias1 is None else layer.bias1.contiguous()
+
+
+def _constants(layer: Layer) -> dict[str, Any]:
+    """The constants that an activation kernel is compiled for. Sizes are rounded up to powers of two, as Triton wants
+    them; ranks to at least 16, for tensor cores."""
+    act, (r1, r2) = layer.activation, (layer.b1.shape[2], layer.a2.shape[1])
+    kind = dict(SILU=act.name == "silu", ALPHA=act.alpha, LIMIT=act.limit, SHIFT=act.shift)
+    blocks = dict(R1=rank_block(r1), R2=rank_block(r2), EXPERTS=triton.next_power_of_2(len(layer.ends)))
+    return dict(**kind, INTERLEAVED=act.interleaved, BIASED=layer.bias1 is not None, **blocks)
 
 
 def _grid(rows: int, ends: Tensor, launch: dict[str, int]) -> tuple[int]:
@@ -155,14 +131,8 @@ def _grid(rows: int, ends: Tensor, launch: dict[str, int]) -> tuple[int]:
     return (triton.cdiv(rows, launch["ROWS"]) + len(ends),)
 
 
-def _sizes(width: int, b1: Tensor, a2: Tensor, ends: Tensor) -> tuple[int, ...]:
-    return width, b1.shape[2], a2.shape[1], len(ends)
-
-
-def _blocks(b1: Tensor, a2: Tensor, ends: Tensor) -> dict[str, int]:
-    """Sizes rounded up to powers of two, as Triton wants them; ranks to at least 16, for tensor cores."""
-    ranks = (max(triton.next_power_of_2(size), 16) for size in (b1.shape[2], a2.shape[1]))
-    return dict(zip(("R1", "R2", "EXPERTS"), (*ranks, triton.next_power_of_2(len(ends))), strict=True))
+def _sizes(layer: Layer, width: int) -> tuple[int, ...]:
+    return width, layer.b1.shape[2], layer.a2.shape[1], len(layer.ends)
 
 
 @triton.jit
@@ -178,20 +148,9 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_up(
-    rows,
-    out,
-    plus,
-    back,
-    weights,
-    bias,
-    expert,
-    width,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BIASED: tl.constexpr,
-    PLUS: tl.constexpr,
-):
+    rows, out, plus, back, weights, bias, expert, width,
+    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -262,15 +221,9 @@ def _read_pair(line, start, width, inside, COLUMNS: tl.constexpr, INTERLEAVED: t
 
 @triton.jit
 def _pair_of(
-    read,
-    bias,
-    start,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    read, bias, start, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
     """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
@@ -326,34 +279,12 @@ def _gated(gate, up, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def _forward(
-    g,
-    r1,
-    h,
-    r2,
-    codes,
-    scales,
-    b1,
-    a2,
-    bias,
-    ends,
-    smallest,
-    width,
-    ranks1,
-    ranks2,
-    experts,
-    QUANTIZED: tl.constexpr,
-    SILU: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-    R1: tl.constexpr,
-    R2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    g, r1, h, r2, codes, scales, b1, a2, bias, ends,
+    smallest, width, ranks1, ranks2, experts,
+    QUANTIZED: tl.constexpr, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return
@@ -416,41 +347,12 @@ def _write_codes(x, codes, row, end, width, inverse_scale, factors, SCALED: tl.c
 
 @triton.jit
 def _backward(
-    g,
-    r1,
-    dh,
-    wh,
-    dr2,
-    dg,
-    dr1,
-    codes,
-    scales,
-    b1,
-    a2,
-    bias,
-    weights,
-    dw,
-    factors,
-    ends,
-    smallest,
-    width,
-    ranks1,
-    ranks2,
-    experts,
-    QUANTIZED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SILU: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIASED: tl.constexpr,
-    R1: tl.constexpr,
-    R2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    g, r1, dh, wh, dr2, dg, dr1, codes, scales, b1, a2, bias, weights, dw, factors, ends,
+    smallest, width, ranks1, ranks2, experts,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return

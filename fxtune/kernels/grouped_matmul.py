@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from fxtune.kernels.matmul import CUBLAS, CUTE, use_cache
+from fxtune.kernels.matmul import CUBLAS, CUTE, call_quack, use_cache
 
 ALIGNMENT = 16
 """Grouped GEMMs want each row of a matrix to begin at a multiple of this many bytes."""
@@ -60,8 +60,7 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
         return x.new_empty(len(x), 0)
     if gemm == CUTE and _is_served(x, matrices):
         out = x.new_empty(len(x), matrices.shape[2])
-        tile, cluster, pingpong = _launch(matrices.shape[2])
-        _quack(x, matrices.mT, out, plus, tile, cluster, pingpong, cu_seqlens_m=F.pad(ends, (1, 0)))
+        call_quack(x, matrices.mT, out, plus, cu_seqlens_m=F.pad(ends, (1, 0)), **_launch(matrices.shape[2]))
         return out
     if _runs_as_one(x, matrices):
         y = F.grouped_mm(x.contiguous(), matrices, offs=ends)
@@ -83,7 +82,7 @@ def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
     if gemm == CUTE and _is_served(x, y):
         result = x.new_empty(len(ends), x.shape[1], y.shape[1])
         wide, narrow, out = (x, y, result) if x.shape[1] >= y.shape[1] else (y, x, result.mT)
-        _quack(wide.t(), narrow.t(), out, None, *_launch(narrow.shape[1]), cu_seqlens_k=F.pad(ends, (1, 0)))
+        call_quack(wide.t(), narrow.t(), out, None, cu_seqlens_k=F.pad(ends, (1, 0)), **_launch(narrow.shape[1]))
     elif _runs_as_one(x, y):
         result = F.grouped_mm(x.contiguous().t(), y.contiguous(), offs=ends)
     else:
@@ -152,39 +151,12 @@ def _is_served(x: Tensor, other: Tensor) -> bool:
     return len(x) > 0 and all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
 
 
-def _launch(columns: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """The tile, the cluster, and whether two warp groups take turns (pingpong). They were the fastest on an H200 for
-    results of `columns` columns."""
+def _launch(columns: int) -> dict[str, Any]:
+    """The launch that was the fastest on an H200 for results of `columns` columns."""
     if columns <= NARROW:
-        return (128, 32 if columns <= 32 else 64), (1, 1), True
-    return ((128, 192), (1, 2), True) if columns % 192 == 0 else ((128, 256), (1, 2), False)
-
-
-def _quack(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    plus: Tensor | None,
-    tile: tuple[int, int],
-    cluster: tuple[int, int],
-    pingpong: bool,
-    **borders: Tensor,
-) -> None:
-    from quack.gemm import gemm
-
-    gemm(
-        left.detach(),
-        right.detach(),
-        out,
-        plus,
-        None,
-        *tile,
-        *cluster,
-        pingpong=pingpong,
-        persistent=True,
-        is_dynamic_persistent=False,
-        **borders,
-    )
+        return dict(tile=(128, 32 if columns <= 32 else 64), cluster=(1, 1), pingpong=True)
+    fits = columns % 192 == 0
+    return dict(tile=(128, 192 if fits else 256), cluster=(1, 2), pingpong=fits)
 
 
 @torch.no_grad()

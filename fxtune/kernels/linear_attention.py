@@ -60,24 +60,20 @@ def linear_attention(
     return torch.ops.fxtune.linear_attention(q, k, v, g, beta, scale, cu_seqlens, chunks)[0]
 
 
-@torch.library.custom_op("fxtune::linear_attention", mutates_args=())
-def _linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, float scale, Tensor cu_seqlens, Tensor chunks"
+_FOUR, _FIVE = (f"({', '.join(['Tensor'] * number)})" for number in (4, 5))
+
+
+@torch.library.custom_op("fxtune::linear_attention", mutates_args=(), schema=f"({_INPUTS}) -> {_FOUR}")
+def _linear_attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, and what the kernels' backward pass reads: sums of g within a chunk, and one or two matrices
     [tokens, heads, CHUNK]. Tensors that a recurrence does not need are empty."""
-    if q.is_cuda:
+    given = fla.Inputs(*arguments)
+    if given.q.is_cuda:
         fla_package.prepare()
-        return fla.forward(q, k, v, g, beta, scale, cu_seqlens, chunks)
-    out = recurrence.forward(q, k, v, _by_number(g), beta, scale, cu_seqlens).to(v.dtype)
-    return out, *(v.new_empty(0) for _ in range(3))
+        return fla.forward(given)
+    out = recurrence.forward(_by_number(given)).to(given.v.dtype)
+    return out, out.new_empty(0), out.new_empty(0), out.new_empty(0)
 
 
 @_linear_attention.register_fake
@@ -92,26 +88,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], *_: An
     return out, sums, first, second if g.ndim == 3 else none
 
 
-@torch.library.custom_op("fxtune::linear_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-    sums: Tensor,
-    first: Tensor,
-    second: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fxtune::linear_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_INPUTS}, Tensor sums, Tensor first, Tensor second) -> {_FIVE}",
+)
+def _backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, g and beta, in their dtypes. Without beta its gradient is an empty tensor."""
-    if q.is_cuda:
-        found = fla.backward(grad, q, k, v, beta, scale, cu_seqlens, chunks, sums, first, second)
-    else:
-        found = recurrence.backward(q, k, v, _by_number(g), beta, scale, cu_seqlens, grad)
+    given = fla.Inputs(*arguments[:8])
+    q, k, v, g, beta, *_ = given
+    found = fla.backward(grad, given, *arguments[8:]) if q.is_cuda else recurrence.backward(_by_number(given), grad)
     dq, dk, dv, dg, dbeta = found
     dbeta = v.new_empty(0) if beta is None or dbeta is None else dbeta.to(beta.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.reshape(g.shape).to(g.dtype), dbeta
@@ -157,6 +143,6 @@ register_flop_formula(torch.ops.fxtune.linear_attention)(_flops)
 register_flop_formula(torch.ops.fxtune.linear_attention_backward)(_backward_flops)
 
 
-def _by_number(g: Tensor) -> Tensor:
-    """[tokens, heads, K or 1]"""
-    return g if g.ndim == 3 else g.unsqueeze(-1)
+def _by_number(given: fla.Inputs) -> fla.Inputs:
+    """`given` with g as [tokens, heads, K or 1]."""
+    return given if given.g.ndim == 3 else given._replace(g=given.g.unsqueeze(-1))

@@ -80,8 +80,7 @@ def linear_cross_entropy(
     head = HeadOptions(**options)
     inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
     if _require_grad(hidden, weight, bias):
-        loss: Tensor = _SummedLoss.apply(*inputs)
-        return loss
+        return _SummedLoss.apply(*inputs)
     return _losses_and_gradients(*inputs)[0].sum()
 
 
@@ -95,8 +94,7 @@ def linear_log_probs(
     head = HeadOptions(**options)
     inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
     if _require_grad(hidden, weight, bias):
-        log_probs: Tensor = _LogProbs.apply(*inputs)
-        return log_probs
+        return _LogProbs.apply(*inputs)
     return -_losses_and_gradients(*inputs)[0]
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.triton_matrix import load, matrix, store
+from fxtune.kernels.triton_parts import load, matrix, rank_block, store
 
 COLUMNS = 1024
 """Columns of A for each program of pack."""
@@ -93,11 +93,6 @@ def _rows(width: int) -> int:
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
-def _wide(columns: int) -> int:
-    """The columns of a tile that holds `columns`; a tensor core takes no fewer than 16."""
-    return max(triton.next_power_of_2(columns), 16)
-
-
 def project(
     x: Tensor,
     factor: Tensor,
@@ -116,21 +111,10 @@ def project(
     product = x.new_empty(rows, columns)
     if rows:
         _project[(triton.cdiv(rows, PROJECT["ROWS"]),)](
-            matrix(x),
-            (factor, *factor.stride()),
-            product,
-            (x, 0) if left is None else matrix(left),
-            (product, 0) if right is None else matrix(right),
-            rows,
-            width,
-            columns,
-            ones,
-            float(value),
-            LEFT=left is not None,
-            RIGHT=right is not None,
-            WIDTH=_wide(columns),
-            **PROJECT,
-        )
+            matrix(x), (factor, *factor.stride()), product, (x, 0) if left is None else matrix(left),
+            (product, 0) if right is None else matrix(right), rows, width, columns, ones, float(value),
+            LEFT=left is not None, RIGHT=right is not None, WIDTH=rank_block(columns), **PROJECT,
+        )  # fmt: skip
     return product
 
 
@@ -146,17 +130,9 @@ def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     part_rows = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
     sums = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
     _reduce[(blocks, parts)](
-        matrix(x),
-        matrix(t),
-        sums,
-        rows,
-        width,
-        columns,
-        part_rows,
-        ADD=into is not None,
-        WIDTH=_wide(columns),
-        **REDUCE,
-    )
+        matrix(x), matrix(t), sums, rows, width, columns, part_rows,
+        ADD=into is not None, WIDTH=rank_block(columns), **REDUCE,
+    )  # fmt: skip
     return sums
 
 
@@ -176,18 +152,9 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
     assert out.dtype == stream.dtype == y.dtype
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            matrix(y),
-            matrix(t),
-            (factor, *factor.stride()),
-            matrix(stream),
-            matrix(out),
-            rows,
-            width,
-            ranks,
-            RESIDUAL=residual is not None,
-            RANKS=_wide(ranks),
-            **ADD,
-        )
+            matrix(y), matrix(t), (factor, *factor.stride()), matrix(stream), matrix(out), rows, width, ranks,
+            RESIDUAL=residual is not None, RANKS=rank_block(ranks), **ADD,
+        )  # fmt: skip
     return out
 
 
@@ -197,24 +164,9 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
 
 @triton.jit
 def _pack(
-    a,
-    b,
-    s,
-    r,
-    o,
-    into_a,
-    into_b,
-    bias,
-    inner,
-    out,
-    width,
-    blocks_a,
-    BIAS: tl.constexpr,
-    COUNT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    a, b, s, r, o, into_a, into_b, bias, inner, out, width, blocks_a,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < blocks_a:
         _pack_a(program, a, r, into_a, inner, width, COUNT, COLUMNS)
@@ -244,20 +196,9 @@ def _row(pointer, row, ranks, inner, columns):
 
 @triton.jit
 def _pack_b(
-    program,
-    b,
-    s,
-    r,
-    o,
-    into,
-    bias,
-    out,
-    width,
-    BIAS: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    program, b, s, r, o, into, bias, out, width,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     value = _block(b[0], rows, columns, o[0], r[0]) * s[0]
@@ -281,24 +222,10 @@ def _block(pointer, rows, columns, outs, ranks):
 
 @triton.jit
 def _unpack(
-    a,
-    b,
-    s,
-    r,
-    o,
-    total_a,
-    total_b,
-    parts_a,
-    parts_b,
-    inner,
-    out,
-    width,
-    blocks_a,
-    B: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    a, b, s, r, o, total_a, total_b,
+    parts_a, parts_b, inner, out, width, blocks_a,
+    B: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < blocks_a:
         _unpack_a(program, a, r, total_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
@@ -346,22 +273,9 @@ def _write(pointer, rows, columns, outs, ranks, down, across, value):
 
 @triton.jit
 def _project(
-    x,
-    factor,
-    product_ptr,
-    left,
-    right,
-    rows,
-    width,
-    columns,
-    ones,
-    value,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x, factor, product_ptr, left, right, rows, width, columns, ones, value,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -390,18 +304,9 @@ def _project(
 
 @triton.jit
 def _reduce(
-    x,
-    t,
-    into_ptr,
-    rows,
-    width,
-    columns,
-    part_rows,
-    ADD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x, t, into_ptr, rows, width, columns, part_rows,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     column = tl.arange(0, WIDTH)
@@ -422,20 +327,9 @@ def _reduce(
 
 @triton.jit
 def _add(
-    y,
-    t,
-    factor,
-    residual,
-    out,
-    rows,
-    width,
-    ranks,
-    RESIDUAL: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    y, t, factor, residual, out, rows, width, ranks,
+    RESIDUAL: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
     right = tl.load(

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fxtune.system.machine import packages
 
 CUBLAS, CUTE = "cublas", "cute"
+Pair = tuple[int, int]
 VERSION = packages.QUACK_VERSION
 """The release of quack-kernels whose inner function is called here."""
 CAPABILITY = (9, 0)
@@ -141,22 +142,19 @@ def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = Non
     """Write left right + plus to `out` with the CuTe kernel. The tensors must be aligned as is_served() requires."""
     if (left.device, left.dtype) not in _PREPARED and left.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the CuTe kernel would be compiled within a CUDA graph: call matmul.prepare() first")
+    call_quack(left, right, out, plus, TILE, CLUSTER, pingpong=False, b_kn=True)
+
+
+def call_quack(
+    left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None, tile: Pair, cluster: Pair, **options: Any
+) -> None:
+    """quack's GEMM with a persistent grid. Without `b_kn=True` the right factor is [columns, k]. `pingpong`: two warp
+    groups take turns."""
     from quack.gemm import gemm
 
-    # detach(), because DLPack exports no tensors that require a gradient. b_kn: the right factor is [k, columns].
-    gemm(
-        left.detach(),
-        right.detach(),
-        out.detach(),
-        None if plus is None else plus.detach(),
-        None,
-        *TILE,
-        *CLUSTER,
-        pingpong=False,
-        persistent=True,
-        is_dynamic_persistent=False,
-        b_kn=True,
-    )
+    # detach(), because DLPack exports no tensors that require a gradient.
+    tensors = [tensor if tensor is None else tensor.detach() for tensor in (left, right, out, plus)]
+    gemm(*tensors, None, *tile, *cluster, persistent=True, is_dynamic_persistent=False, **options)
 
 
 torch.library.define("fxtune::cute_mm", "(Tensor left, Tensor right, Tensor(a!) out, Tensor? plus=None) -> ()")

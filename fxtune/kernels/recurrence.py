@@ -19,27 +19,25 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from fxtune.upstream.fla import Inputs
+
 
 @torch.autocast("cpu", enabled=False)
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], scale: float, cu_seqlens: Tensor
-) -> Tensor:
+def forward(given: Inputs) -> Tensor:
     """[tokens, heads, V] in float32. q, k: [tokens, key heads, K], each for heads / key heads value heads that follow
     one another; v: [tokens, heads, V]; g: [tokens, heads, K or 1]; beta: [tokens, heads], None: no delta rule."""
-    q, k, v, g, beta = _float32(q, k, v, g, beta)
+    q, k, v, g, beta = _float32(given)
     out = torch.empty_like(v)
-    for rows, _, _, after in _states(k, v, g, beta, cu_seqlens):
-        out[rows] = scale * torch.einsum("nhk,nhkv->nhv", q[rows], after)
+    for rows, _, _, after in _states(k, v, g, beta, given.cu_seqlens):
+        out[rows] = given.scale * torch.einsum("nhk,nhkv->nhv", q[rows], after)
     return out
 
 
 @torch.autocast("cpu", enabled=False)
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], scale: float, cu_seqlens: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
+def backward(given: Inputs, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
     """The gradients of forward()'s q, k, v, g and beta, in float32 and their shapes, for `grad` of its result."""
-    groups, key_heads = v.shape[1] // k.shape[1], k.shape[1]
-    q, k, v, g, beta = _float32(q, k, v, g, beta)
+    groups, key_heads = given.v.shape[1] // given.k.shape[1], given.k.shape[1]
+    (q, k, v, g, beta), scale, cu_seqlens = _float32(given), given.scale, given.cu_seqlens
     steps = list(_states(k, v, g, beta, cu_seqlens))
     dq, dk, dv, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(g)
     dbeta = None if beta is None else torch.empty_like(beta)
@@ -64,10 +62,9 @@ def backward(
     return dq, dk, dv, dg, dbeta
 
 
-def _float32(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
-    """All in float32, q and k repeated for the heads that share them."""
+def _float32(given: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """q, k, v, g and beta in float32, with q and k repeated for the heads that share them."""
+    q, k, v, g, beta, *_ = given
     groups = v.shape[1] // k.shape[1]
     q, k = (of.float().repeat_interleave(groups, 1) for of in (q, k))
     return q, k, v.float(), g.float(), None if beta is None else beta.float()

@@ -165,5 +165,4 @@ def qkv(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator rotary_qkv, by default without `room`; see _rotary_qkv."""
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.fxtune.rotary_qkv(x, cos, sin, heads, kv_heads, room)
-    return results
+    return torch.ops.fxtune.rotary_qkv(x, cos, sin, heads, kv_heads, room)

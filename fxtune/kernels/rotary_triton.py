@@ -32,27 +32,11 @@ def rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, si
     half = triton.next_power_of_2(max(width // 2, 1))
     block, kv_block = (min(triton.next_power_of_2(number), max(PAIRS // half, 1)) for number in (heads, kv_heads))
     _rotary[(rows * length,)](
-        q,
-        k,
-        v,
-        to_q,
-        to_k,
-        to_v,
-        *angles,
-        length,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        WIDTH=width,
-        HALF=half,
-        DIMS=triton.next_power_of_2(dim),
-        REST=triton.next_power_of_2(max(dim - width, 1)),
-        BLOCK=block,
-        KV_BLOCK=kv_block,
-        BACK=back,
-        HAS_V=last == 2,
-        num_warps=WARPS,
-    )
+        q, k, v, to_q, to_k, to_v, *angles, length,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, DIMS=triton.next_power_of_2(dim),
+        REST=triton.next_power_of_2(max(dim - width, 1)), BLOCK=block, KV_BLOCK=kv_block, BACK=back,
+        HAS_V=last == 2, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -61,27 +45,11 @@ def _rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def _rotary(
-    q,
-    k,
-    v,
-    to_q,
-    to_k,
-    to_v,
-    cos,
-    sin,
-    length,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    DIMS: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BACK: tl.constexpr,
+    q, k, v, to_q, to_k, to_v, cos, sin, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    DIMS: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BACK: tl.constexpr,
     HAS_V: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     row, token = (program // length).to(tl.int64), (program % length).to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
@@ -111,16 +79,9 @@ def _of_token(x, row, token):
 
 @triton.jit
 def _heads(
-    source,
-    target,
-    angles,
-    pair,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, target, angles, pair,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rotate all heads of a token, BLOCK at a time."""
     cos1, cos2, sin1, sin2 = angles
     kind = target[0].dtype.element_ty
@@ -138,14 +99,9 @@ def _heads(
 
 @triton.jit
 def _copy(
-    source,
-    target,
-    FROM: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, target,
+    FROM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy the dimensions from FROM on, for all heads of a token."""
     column = FROM + tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, HEADS, BLOCK):

@@ -83,7 +83,7 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
 
         forward(act, gate_up, out, share)
         return out
-    gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
+    gate, up = wide(gate_up).addmm(wide(share[0]), wide(share[1]).t()).chunk(2, -1)
     return out.copy_(act_and_slope(act, gate)[0] * up)
 
 
@@ -109,21 +109,22 @@ def gated_backward(
 
         backward(act, gate_up, dp, out, share, above)
         return out
-    gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
+    gate, up = wide(gate_up).addmm(wide(share[0]), wide(share[1]).t()).chunk(2, -1)
     activated, slope = act_and_slope(act, gate)
-    gradient = _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
+    gradient = wide(dp).addmm(wide(above[0]), wide(above[1]))
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     if sums is not None:
         sum_b, sum_a = (
-            (_wide(wide).t() @ _wide(narrow)).unsqueeze(0) for wide, narrow in ((out, sums.xa), (dp, sums.dyb))
+            (wide(inner).t() @ wide(narrow)).unsqueeze(0) for inner, narrow in ((out, sums.xa), (dp, sums.dyb))
         )
         b, a = sums.totals
         sums.totals = sum_b if b is None else b.add_(sum_b), sum_a if a is None else a.add_(sum_a)
     return out
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32. float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

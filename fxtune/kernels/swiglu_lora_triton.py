@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import load, matrix, store
+from fxtune.kernels.triton_parts import activation, load, matrix, rank_block, store
 
 TILE = (64, 64, 4)
 """Rows, columns and warps of each program."""
@@ -80,7 +79,7 @@ def _check_shapes(gate_up: Tensor, out: Tensor, share: Share) -> None:
 
 
 def _block(ranks: int) -> int:
-    return int(min(max(triton.next_power_of_2(ranks), 16), RANKS))
+    return min(rank_block(ranks), RANKS)
 
 
 @triton.jit
@@ -116,18 +115,9 @@ def _gate_and_up(gate_up, xa, b, row, column, rows, width, ranks, RANKS: tl.cons
 
 @triton.jit
 def _forward(
-    gate_up,
-    xa,
-    b,
-    out,
-    rows,
-    width,
-    ranks,
-    SILU: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    gate_up, xa, b, out, rows, width, ranks,
+    SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     gate, up = _gate_and_up(gate_up, xa, b, row, column, rows, width, ranks, RANKS)
@@ -137,20 +127,9 @@ def _forward(
 
 @triton.jit
 def _walk(
-    gate_up,
-    xa,
-    b,
-    out,
-    rows,
-    width,
-    ranks,
-    program_rows,
-    SILU: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gate_up, xa, b, out, rows, width, ranks, program_rows,
+    SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The forward pass for `program_rows` rows and a block of columns. The block's part of b stays in registers."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
@@ -175,23 +154,9 @@ def _walk(
 
 @triton.jit
 def _backward(
-    gate_up,
-    xa,
-    b,
-    dp,
-    ya,
-    a,
-    out,
-    rows,
-    width,
-    ranks,
-    above,
-    SILU: tl.constexpr,
-    RANKS: tl.constexpr,
-    ABOVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    gate_up, xa, b, dp, ya, a, out, rows, width, ranks, above,
+    SILU: tl.constexpr, RANKS: tl.constexpr, ABOVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxtune.kernels.activation import activation
-from fxtune.kernels.triton_matrix import matrix
+from fxtune.kernels.triton_parts import activation, matrix, rank_block
 
 NARROW = 16
 """The largest rank whose sums fit into registers for all COLUMNS of a program. For up to twice this rank a program
@@ -88,27 +87,12 @@ def backward(
     assert (sum_b.shape[1:], sum_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     part_rows = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
     _backward[(blocks, parts)](
-        *map(matrix, (gate_up, dp, out, xa, dyb, *factors)),
-        sum_b,
-        sum_a,
-        rows,
-        width,
-        ranks,
-        xa.shape[1],
-        dyb.shape[1],
-        part_rows,
-        SILU=act == "silu",
-        KEEP=keep_p,
-        ADD=totals[0] is not None,
-        RANKS=_block(max(ranks[:2])),
-        DOWN=_block(ranks[2]),
-        **shape,
-    )
+        *map(matrix, (gate_up, dp, out, xa, dyb, *factors)), sum_b, sum_a, rows, width, ranks, xa.shape[1],
+        dyb.shape[1], part_rows,
+        SILU=act == "silu", KEEP=keep_p, ADD=totals[0] is not None, RANKS=rank_block(max(ranks[:2])),
+        DOWN=rank_block(ranks[2]), **shape,
+    )  # fmt: skip
     return sum_b, sum_a
-
-
-def _block(rank: int) -> int:
-    return int(max(triton.next_power_of_2(rank), 16))
 
 
 def _parts(rows: int, blocks: int) -> int:
@@ -135,30 +119,11 @@ def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr)
 
 @triton.jit
 def _backward(
-    gate_up,
-    dp,
-    out,
-    xa,
-    dyb,
-    b,
-    a,
-    into_b,
-    into_a,
-    rows,
-    width,
-    ranks,
-    wide_b,
-    wide_a,
-    part_rows,
-    SILU: tl.constexpr,
-    KEEP: tl.constexpr,
-    ADD: tl.constexpr,
-    RANKS: tl.constexpr,
-    DOWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gate_up, dp, out, xa, dyb, b, a, into_b, into_a,
+    rows, width, ranks, wide_b, wide_a, part_rows,
+    SILU: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr, DOWN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     gate_rank, up_rank, down_rank = ranks
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = columns[None, :]

@@ -46,13 +46,11 @@ class Exchange(NamedTuple):
 
     def gather(self, states: Tensor, routing: OwnRouting) -> Tensor:
         """[tokens of all ranks, ...]: all ranks' `states` [tokens, ...], one rank after the other."""
-        gathered: Tensor = gather_tokens(states, routing.tokens, self.group)
-        return gathered
+        return gather_tokens(states, routing.tokens, self.group)
 
     def sum(self, states: Tensor, tokens: int) -> Tensor:
         """[tokens, d]: for this rank's tokens the sum of all ranks' `states` [tokens of all ranks, d]."""
-        summed: Tensor = sum_tokens(states, tokens, self.group)
-        return summed
+        return sum_tokens(states, tokens, self.group)
 
     def anywhere(self, flags: Tensor) -> Tensor:
         """Whether each of the bool `flags` is set on at least one rank of the group."""
@@ -124,13 +122,11 @@ def _setup(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
 
 
 def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    summed: Tensor = torch.ops.fxtune.sum_tokens(gradient, ctx.length, ctx.group)
-    return summed, None, None
+    return torch.ops.fxtune.sum_tokens(gradient, ctx.length, ctx.group), None, None
 
 
 def _gather_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    gathered: Tensor = torch.ops.fxtune.gather_tokens(gradient, ctx.length, ctx.group)
-    return gathered, None, None
+    return torch.ops.fxtune.gather_tokens(gradient, ctx.length, ctx.group), None, None
 
 
 gather_tokens.register_autograd(_sum_gradients, setup_context=_setup)

@@ -91,7 +91,6 @@ class Account:
         return self.tool.table["names"].get(name, name)
 
     def has(self, name: str) -> bool:
-        """Whether the config sets the key."""
         return self.config.get(self.own(name)) not in UNSET
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Optional
 
@@ -82,7 +81,6 @@ class ModelConfig:
 
     @property
     def on_hub(self) -> bool:
-        """Whether `path` is a hub id."""
         path = self.path or ""
         return bool(path) and not path.startswith("builtin:") and not os.path.exists(os.path.expanduser(path))
 
@@ -126,8 +124,7 @@ def resolve_dtype(model: ModelConfig, capability: tuple[int, int] | None) -> tor
     """The dtype that the weights will have. `capability`: the GPU's compute capability; None: the device is a CPU.
     GPUs support bfloat16 from 8.0 (Ampere) on."""
     if model.dtype is not DType.auto:
-        dtype: torch.dtype = getattr(torch, model.dtype.value)
-        return dtype
+        return getattr(torch, model.dtype.value)
     return torch.bfloat16 if capability and capability >= (8, 0) else torch.float32
 
 
@@ -194,8 +191,7 @@ def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
 
 def rows_of_base(model: ModelConfig) -> int:
     """How many tokens the model embeds without model.add_tokens."""
-    rows: int = load_config(dataclasses.replace(model, add_tokens=[], adapter=None)).get_text_config().vocab_size
-    return rows
+    return load_config(dataclasses.replace(model, add_tokens=[], adapter=None)).get_text_config().vocab_size
 
 
 def with_changes_of(adapter: Origin, config: Any) -> Any:
@@ -237,7 +233,7 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
 
 
 def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
-    """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, fill() does not."""
+    """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, WeightSource does not."""
     if hf_config.model_type != "gpt_oss" or model.init is Init.random:  # other models need no look at the hub
         return QUANTIZATION in model.architecture  # only a plan keeps this key
     return weights.unpacks(_locate(model), hf_config)
@@ -329,8 +325,8 @@ def build(
 
     Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB on
     the device and no memory elsewhere. With parallel.shard above 1, and with `by_rows`, the weights get no memory
-    here; see fill(). `shrinks`: the caller quantizes the weights and moves them one by one. The weights may then start
-    in host memory, if that has room for a model larger than the GPU's memory.
+    here; see WeightSource. `shrinks`: the caller quantizes the weights and moves them one by one. The weights may then
+    start in host memory, if that has room for a model larger than the GPU's memory.
 
     The module's `name_or_path` and the fields of the result say where the model came from.
     """
@@ -380,85 +376,71 @@ def build(
         mtp={} if origin is None else mtp_tensors(origin, built, before),
     )
     if empty:
-        _fill_head(model, hf_config, prepared, world, seed)
+        WeightSource(model, hf_config, prepared, world, seed).fill_head()
     vars(built.config).pop(SCORE_WORDS, None)
     return prepared
 
 
-@torch.no_grad()
-def _fill_head(model: ModelConfig, hf_config: Any, built: PreparedModel, world: World, seed: int) -> None:
-    """If the base lacks the head, allocate the head and fill in its values before the other weights. Such a head has
-    one row, so it is not divided over ranks, and adapters copy it."""
-    heads: dict[str, tuple[int, ...]] = {}
-    for name in kind_of(hf_config).drawn_weights(dict(built.module.named_parameters())):
-        parent, _, leaf = name.rpartition(".")
-        weight = built.module.get_parameter(name)
-        built.module.get_submodule(parent)._parameters[leaf] = torch.nn.Parameter(
-            torch.empty_like(weight, device=world.device)
+@dataclass(frozen=True)
+class WeightSource:
+    """Reads or draws the weights of `built`, a model that build() made from the other fields without weights."""
+
+    model: ModelConfig
+    hf_config: Any
+    built: PreparedModel
+    world: World
+    seed: int
+
+    @torch.no_grad()
+    def fill_head(self) -> None:
+        """If the base lacks the head, allocate the head and fill in its values before the other weights. Such a head
+        has one row, so it is not divided over ranks, and adapters copy it."""
+        module, heads = self.built.module, dict[str, tuple[int, ...]]()
+        for name in kind_of(self.hf_config).drawn_weights(dict(module.named_parameters())):
+            parent, _, leaf = name.rpartition(".")
+            weight = module.get_parameter(name)
+            empty = torch.nn.Parameter(torch.empty_like(weight, device=self.world.device))
+            module.get_submodule(parent)._parameters[leaf] = empty
+            heads[name] = tuple(weight.shape)
+        files = None if self.model.init is Init.random else self._files
+        drawn = heads.keys() - weights.names(files) if files and heads else set()
+        weights.start_head(
+            {name: module.get_parameter(name) for name in sorted(drawn)}, self.hf_config, self.seed, files
         )
-        heads[name] = tuple(weight.shape)
-    drawn = set() if model.init is Init.random or not heads else heads.keys() - weights.names(_found(model, built))
-    fill = {name: built.module.get_parameter(name) for name in sorted(drawn)}
-    weights.start_head(fill, hf_config, seed, None if model.init is Init.random else _found(model, built))
-    for name in drawn:
-        del heads[name]
-    if heads:
-        each_weight(
-            model,
-            hf_config,
-            built,
-            world,
-            seed,
-            heads,
-            lambda name, value: built.module.get_parameter(name).copy_(value),
-        )
+        if wanted := {name: shape for name, shape in heads.items() if name not in drawn}:
+            self.each(wanted, lambda name, value: module.get_parameter(name).copy_(value))
 
+    def each(self, wanted: Mapping[str, tuple[int, ...]], take: Callable[[str, torch.Tensor], None]) -> None:
+        """Call `take` with each whole weight of `wanted`, given by name and shape, on world.device. There is memory
+        for one weight at a time, so `take` must not keep it."""
+        if self.model.init is Init.random:
+            drawn_shards.draw_each(wanted, self._draw, take)
+        else:
+            dtype = resolve_dtype(self.model, self.world.capability)
+            path = str(self.model.path)
+            shards.read_each(self._files, self.built.module, wanted, self.world, dtype, path, take)
 
-def each_weight(
-    model: ModelConfig,
-    hf_config: Any,
-    built: PreparedModel,
-    world: World,
-    seed: int,
-    wanted: Mapping[str, tuple[int, ...]],
-    take: Callable[[str, torch.Tensor], None],
-) -> None:
-    """Read or draw weights of a model that build() made without weights, and call `take` with each whole weight of
-    `wanted` on world.device. `wanted`: names and shapes. There is memory for one weight at a time, so `take` must not
-    keep it."""
-    dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
-    if model.init is Init.random:
-        drawn_shards.draw_each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
-    else:
-        shards.read_each(_found(model, built), built.module, wanted, world, dtype, str(model.path), take)
+    def fill(
+        self, pieces: Mapping[str, list[shards.Piece]], elsewhere: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """Read or draw this rank's rows of each weight. `pieces`: the result of shards.pieces_of() from before the
+        parameters got memory. `elsewhere`: names and shapes of the tensors that each() has handed out."""
+        module = self.built.module
+        if self.model.init is Init.random:
+            forget_conversions(module)
+            drawn_shards.draw(module, pieces, self._draw)
+        else:
+            shards.read(self._files, module, pieces, self.world, str(self.model.path), elsewhere)
+        shards.complete(module, self.world)
 
+    def _draw(self) -> Any:
+        dtype, code = resolve_dtype(self.model, self.world.capability), self.model.trust_remote_code
+        return weights.draw(self.hf_config, dtype, self.world, self.seed, code)
 
-def fill(
-    model: ModelConfig,
-    hf_config: Any,
-    built: PreparedModel,
-    pieces: Mapping[str, list[shards.Piece]],
-    world: World,
-    seed: int,
-    elsewhere: Mapping[str, tuple[int, ...]] | None = None,
-) -> None:
-    """Read or draw this rank's rows of each weight of a model that build() made without weights.
-
-    `pieces`: the result of shards.pieces_of() from before the parameters got memory. `elsewhere`: names and shapes of
-    the tensors that each_weight() has handed out. The other arguments are as in build().
-    """
-    if model.init is Init.random:
-        dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
-        forget_conversions(built.module)
-        drawn_shards.draw(built.module, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
-    else:
-        shards.read(_found(model, built), built.module, pieces, world, str(model.path), elsewhere)
-    shards.complete(built.module, world)
-
-
-def _found(model: ModelConfig, built: PreparedModel) -> Origin:
-    """The files that build() found, even if the hub now has newer files."""
-    return _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
+    @property
+    def _files(self) -> Origin:
+        """The files that build() found, even if the hub now has newer files."""
+        return _locate(dataclasses.replace(self.model, revision=self.built.base_revision or self.model.revision))
 
 
 def silence_libraries() -> None:

@@ -52,8 +52,7 @@ class Routers:
             torch.stack([getattr(module, f"{name}_by_expert") for module in self.modules]).sum(0) / rows
             for name in ("chosen", "probability")
         )
-        loss: Tensor = _Balance.apply(self.anchor, chosen, probability, rows, self.slope)
-        return loss
+        return _Balance.apply(self.anchor, chosen, probability, rows, self.slope)
 
     def statistics(self) -> dict[str, Tensor]:
         """How evenly a layer's tokens are spread over its experts, as means over the layers: the largest share times

@@ -291,8 +291,7 @@ class _Files:
         return self.tensors[pieces[0].name].keys[0]
 
     def _whole(self, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self.stored[key].get_tensor(key)
-        return tensor
+        return self.stored[key].get_tensor(key)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ class ShippedConfig:
 
 @lru_cache(maxsize=1)
 def shipped_configs() -> dict[str, ShippedConfig]:
-    """All shipped configs by hub id."""
     file = resources.files("fxtune") / "assets" / "model_configs.json"
     entries = [ShippedConfig(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))["models"]]
     return {name: entry for entry in entries for name in entry.ids}

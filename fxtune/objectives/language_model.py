@@ -140,11 +140,9 @@ class LanguageModel:
         """The decoder's last hidden states [rows, length, d]. If the model's own forward pass computes the logits, the
         logits [rows, length, vocabulary]. Call it inside of `prepared.with_head()`."""
         if self.own_forward:
-            logits: torch.Tensor = self.model(**self._inputs(batch)).logits
-            return logits
+            return self.model(**self._inputs(batch)).logits
         part = backbone(self.model) if batch.images is None else body(self.model)
-        states: torch.Tensor = part(**self._inputs(batch))[0]
-        return states
+        return part(**self._inputs(batch))[0]
 
     def total(self, batch: Batch) -> torch.Tensor:
         """The sum of the head's results for the documents with targets, in `unit`. Proofs compare this number."""
@@ -215,8 +213,7 @@ class LanguageModel:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """The last hidden states [supervised, d] at the positions that have a target."""
-        selected: torch.Tensor = _SelectRows.apply(self.states(batch).flatten(0, 1), batch.supervised_at)
-        return selected
+        return _SelectRows.apply(self.states(batch).flatten(0, 1), batch.supervised_at)
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
         """Cross-entropy of `labels` [rows], from the hidden states `hidden` [rows, d]. The result is a scalar for the
@@ -225,10 +222,7 @@ class LanguageModel:
             return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
             options = dict(
-                scale=self.scale / self.temperature,
-                cap=self.cap,
-                fp8_scales=_fp8_scales(linear),
-                gemm=self.gemm,
+                scale=self.scale / self.temperature, cap=self.cap, fp8_scales=_fp8_scales(linear), gemm=self.gemm
             )
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
@@ -294,10 +288,7 @@ class LanguageModel:
             limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
             try:
                 logits, losses = self.prepared.with_head(lambda: self._head_logits_and_losses(inputs, labels))
-                differences = [
-                    relative_distance(logits, own.float()),
-                    relative_distance(losses, expected),
-                ]
+                differences = [relative_distance(logits, own.float()), relative_distance(losses, expected)]
             except (AttributeError, RuntimeError, TypeError) as problem:  # no head right after the decoder
                 if out_of_memory_reason(problem):
                     raise

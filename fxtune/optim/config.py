@@ -64,6 +64,10 @@ class OptimizerConfig:
     moments: Moments = Moments.float32
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16` takes half the memory, 4 bytes a
     weight. These moments are rounded stochastically, too."""
+    offload: bool = False
+    """Keep the moments of `adamw` in page-locked memory of the host, in full fine-tuning on a GPU. Weights must not be
+    divided over GPUs. While a weight is updated, its moments and the moments of the next weights are also on the GPU,
+    of at most two weights of each size. With in_backward the copies overlap with the backward pass."""
     in_backward: Switch = Switch.auto
     """Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient. So full
     fine-tuning holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on one
@@ -144,6 +148,8 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.moments: {config.moments.value} is read by adamw with stochastic_rounding=true only. Set "
             "them, or leave it out."
         )
+    if config.offload:
+        yield from _no_offload(config, facts)
     if facts.degrees.shard > 1 and config.name is OptimizerName.adafactor and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adafactor keeps means over whole matrices, and parallel.shard="
@@ -190,6 +196,20 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> str:
     """The package of adamw_8bit. By default it is bitsandbytes, because torchao's update is compiled when a run
     starts. It is torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
+
+
+def _no_offload(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    if config.name is not OptimizerName.adamw:
+        yield f"optimizer.offload: {config.name.value} keeps its moments on the GPU. Use adamw, or set it to false."
+    if facts.device != "cuda":
+        yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
+    if facts.techniques.lora.enabled:
+        yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
+    if facts.degrees.shard > 1:
+        yield (
+            f"optimizer.offload: parallel.shard={facts.degrees.shard} divides the moments over the GPUs. Set it to "
+            "false, or parallel.shard to 1."
+        )
 
 
 def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

@@ -28,6 +28,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.execution import OptimizerState
 from fxtune.optim.config import BITSANDBYTES, TORCHAO, TRAITS, OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
+from fxtune.optim.host_moments import SLOTS, HostMoments
 from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.files.compiler_cache import use_cache_folder
@@ -84,12 +85,15 @@ class Optimizer:
         self.draws = config.stochastic_rounding and config.name is OptimizerName.adamw_8bit
         """Whether updates draw from torch's generator."""
         self.one_by_one = one_by_one
+        self.host_moments = HostMoments(next(iter(self.names)).device) if config.offload else None
         names = list(self.names)
         of_images = {*for_images} if config.lr_vision is not None else set()
         by_rate = [
             [own for own in names if (self.divided.get(own, own) in of_images) is chosen] for chosen in (False, True)
         ]
-        groups = [[own] for own in names] if self.draws or one_by_one else [own for own in by_rate if own]
+        groups = (
+            [[own] for own in names] if self.draws or one_by_one or config.offload else [own for own in by_rate if own]
+        )
         self.parts = []
         for group in groups:
             # The parts for images are whole on each rank.
@@ -214,7 +218,8 @@ class Optimizer:
             torch.manual_seed(_seed(seed, self.names[part.param_groups[0]["params"][0]]))
         if part.defaults.get("fused"):
             part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # like GradScaler, for fused kernels
-            part.step()
+            with self.host_moments.on_device(part) if self.host_moments else nullcontext():
+                part.step()
             return
         with _eager_on_cpu(part):
             taken = part in self.guards and self.guards[part].step(finite)
@@ -236,6 +241,8 @@ class Optimizer:
         """The state as two dicts, plain tensors and numbers. Their keys are `parameter name/key`."""
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
+        if self.host_moments:
+            self.host_moments.settle()
         for part in self.parts:
             if part in self.guards:
                 self.guards[part].settle()
@@ -256,6 +263,8 @@ class Optimizer:
         weight's."""
         for guard in self.guards.values():
             guard.settle()  # a waiting correction belongs to the state that is replaced
+        if self.host_moments:
+            self.host_moments.forget()
         saved: dict[str, dict[str, Any]] = {}
         for full, value in [*tensors.items(), *scalars.items()]:
             name, key = full.rsplit("/", 1)
@@ -266,7 +275,8 @@ class Optimizer:
                     moments = saved.get(self.names[parameter], {})
                     step_on_host = not (group.get("fused") or group.get("capturable"))
                     for key, value in moments.items():
-                        if isinstance(value, torch.Tensor) and not (key == "step" and step_on_host):
+                        on_host = step_on_host if key == "step" else self.host_moments is not None
+                        if isinstance(value, torch.Tensor) and not on_host:
                             moments[key] = value.to(parameter.device)
                     part.state[parameter] = state = _library_state(parameter, moments)
                     group.update({key: state.pop(key) for key in _state_of_group(part) if key in state})
@@ -360,6 +370,7 @@ def state_of(config: OptimizerConfig) -> OptimizerState:
         TRAITS[OptimizerName.adamw].moments if config.name is OptimizerName.muon else None,
         4 if eight_bit else size,
         undo_limit(config),
+        SLOTS * config.offload,
         EIGHT_BIT_BYTES if eight_bit and config.stochastic_rounding else 0.0,
     )
 

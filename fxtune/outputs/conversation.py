@@ -120,20 +120,18 @@ def _base_of(output: RunOutput) -> str:
 
 
 class Conversation:
-    """A conversation with each speaker."""
+    """A conversation with the speakers that `show` names: tuned, base or both. Raises ConfigError if the output has no
+    base to show, or if its model writes no answers."""
 
     def __init__(
         self,
-        speakers: list[Speaker],
-        tokenizer: Any,
         output: RunOutput,
-        images: ImageProcessor | None = None,
-        *,
+        show: str,
+        trust_remote_code: bool = False,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
     ) -> None:
-        """`images`: the image processor of a model that reads images."""
-        self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
+        self.speakers, self.tokenizer, self.images = load_speakers(output, show, trust_remote_code)
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = output.config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
@@ -143,19 +141,12 @@ class Conversation:
         """The reason why the model continues plain text; empty if it does not."""
         if output.prompts_are_texts:
             self.continues_text = "The run has learned from plain texts, so the model continues your text."
-        elif not (template or tokenizer.chat_template):
+        elif not (template or self.tokenizer.chat_template):
             self.continues_text = "The model has no chat template, so it continues your text."
         else:
-            variables = data.get("chat_template_kwargs")
-            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables, images=images)
+            variables, images = data.get("chat_template_kwargs"), self.images
+            self.encoder = Encoder(self.tokenizer, FORMATS["messages"], template, variables=variables, images=images)
         self.start_anew()
-
-    @staticmethod
-    def open(output: RunOutput, show: str, trust_remote_code: bool = False, **options: Any) -> Conversation:
-        """A conversation with the speakers that `show` names: tuned, base or both. `options`: keywords of
-        Conversation(). Raises ConfigError if the output has no base to show, or if its model writes no answers."""
-        speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
-        return Conversation(speakers, tokenizer, output, images, **options)
 
     def start_anew(self) -> None:
         for speaker in self.speakers:

@@ -54,7 +54,6 @@ class MeasuredDocuments:
     """uint64 [documents], without duplicates."""
 
     def plan(self, config: Config, pad_id: int) -> Plan:
-        """The plan of an evaluation on these documents."""
         tables = [table for table in self.tables if np.isin(table.digests, self.digests).any()]
         others = np.unique(np.concatenate([table.digests for table in tables]))
         others = others[~np.isin(others, self.digests)]

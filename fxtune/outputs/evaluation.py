@@ -144,15 +144,8 @@ def evaluate(
     )
     rows, accept = config.train.micro_batch_size, config.objective.accept
     images = image_processor(config.model, data, tokenizer, builder.settled.hf_config, builder.facts.dtype)
-    prepare = partial(
-        prepare_evaluation,
-        rows_to_read(builder.config),
-        tokenizer,
-        rows,
-        progress=world.main,
-        accept=accept,
-        images=images,
-    )
+    read = rows_to_read(builder.config)
+    prepare = partial(prepare_evaluation, read, tokenizer, rows, progress=world.main, accept=accept, images=images)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:
@@ -183,16 +176,10 @@ def evaluate(
         benchmarks.scores["base"] = base or {}
         figures.update(benchmarks.measure(language_model.prepared.module, tokenizer, "tuned", rows, world))
     name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
-    return Evaluation(
-        name,
-        figures,
-        list(zip(questions, answers, strict=True)),
-        [*builder.notes, *notes],
-        plan.summary()["supervised_tokens"] if plan is not None else None,
-        builder.facts.dtype,
-        data.questions.show,
-        benchmarks.scores.get("tuned", {}) if benchmarks else {},
-    )
+    asked, notes = list(zip(questions, answers, strict=True)), [*builder.notes, *notes]
+    supervised = plan.summary()["supervised_tokens"] if plan is not None else None
+    own = benchmarks.scores.get("tuned", {}) if benchmarks else {}
+    return Evaluation(name, figures, asked, notes, supervised, builder.facts.dtype, data.questions.show, own)
 
 
 def _held_out(

@@ -86,8 +86,6 @@ def _check(overrides: Sequence[str]) -> None:
 
 
 class _Refresh:
-    """One call of the command."""
-
     def __init__(self, lineage: Lineage, overrides: list[str], force: bool, trust: bool) -> None:
         self.lineage, self.overrides, self.force, self.trust = lineage, overrides, force, trust
         self.kind = "adapter"
@@ -271,7 +269,6 @@ class _Refresh:
 
 
 def _digest(weights: Path) -> str:
-    """The sha256 of the weights in a folder."""
     digest = hashlib.sha256()
     for file in sorted(weights.glob("*.safetensors")):
         with readable(f"{weights} cannot be read", "Use a complete run."), file.open("rb") as stream:

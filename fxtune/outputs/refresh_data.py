@@ -197,7 +197,6 @@ class RefreshData:
             )
 
     def profiles(self) -> tuple[Profile, Profile]:
-        """The profiles of the measured documents, old and new."""
         old, new = (profile(group.tables, group.digests, self.tokenizer) for group in (self.old, self.new))
         return old, new
 
@@ -282,7 +281,6 @@ class RefreshData:
         )
 
     def _plan(self, tables: Sequence[TokenTable], data: DataConfig) -> Plan:
-        """The plan of one epoch over the sources of `data`."""
         train = self.config.train
         return plan_training(
             tables, data, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size

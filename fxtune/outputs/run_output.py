@@ -126,7 +126,6 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _newest(name: str) -> Path | None:
-    """The newest of runs/NAME, runs/NAME-2 and so on."""
     named = [folder for folder in RUNS.glob("*") if folder.is_dir() and is_run(folder.name, name)]
     return max(named, key=lambda folder: folder.stat().st_mtime, default=None)
 

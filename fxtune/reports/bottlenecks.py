@@ -1,12 +1,12 @@
-"""Finds where the time of a run goes, and which keys would save time. RULES has an entry for each cause.
+"""Finds where the time of a run goes, and which keys would save time. _findings() has a part for each cause.
 
-A rule reads only figures that the run recorded. A share is a share of the run's whole time, so the change that saves
+It reads only figures that the run recorded. A share is a share of the run's whole time, so the change that saves
 most can come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ class Bottleneck:
 
 
 class Times:
-    """The figures that the rules read."""
+    """The figures that the findings are made from."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
@@ -67,156 +67,68 @@ class Times:
         return "train/memory_reserved_gib" in self.run.last
 
 
-@dataclass(frozen=True)
-class Rule:
-    least: float
-    """The smallest share that is reported."""
-    share: Callable[[Times], float]
-    sentence: Callable[[Times], str]
-    """The sentence with the placeholder {share}."""
-    keys: Callable[[Times], list[str]]
-
-
-def _workers(times: Times) -> list[str]:
-    now = times.option("loader.num_workers")
-    now = (2 if times.on_gpu else 0) if now is None else now
-    return [f"loader.num_workers={2 * now or 2}"]
-
-
-def _slowest(times: Times) -> float:
-    """The share of the time that the run would save if the slowest rank were as fast as the others."""
-    behind = times.mean("train/slowest_behind")
-    return times.share("passes") * behind / (1 + behind)
-
-
-def _evaluations(times: Times) -> list[str]:
-    every = times.option("train.eval_every")
-    rarer = [f"train.eval_every={2 * every}"] if every else []
-    return [*rarer, "train.eval_share=0.05", "data.eval_limit=N"]
-
-
-def _padding(times: Times) -> float:
-    """The share of the run's time that padding took, if a padded token takes as long as any other token."""
-    training = times.run.about.get("training") or {}
-    rows = times.run.setting.get("rows") or {}
-    return 0.0 if rows.get("packing") else times.share("passes") * float(training.get("padding_share") or 0.0)
-
-
-def _checkpoints(times: Times) -> list[str]:
-    every = times.option("checkpoint.every")
-    return [f"checkpoint.every={2 * every}"] if every else ["checkpoint.keep_best=false"]
-
-
-def _idle_card(times: Times) -> float:
-    """The share of the time in which the card ran no kernel, less the shares that other rules explain."""
-    used = times.run.last.get("energy/gpu_utilization")
-    known = sum(map(times.share, ("startup", "data", "evaluation", "other", "saving", "rest")))
-    return max(1.0 - used - known, 0.0) if isinstance(used, (int, float)) else 0.0
-
-
-def _longest_stage(times: Times) -> str:
-    stages = startup_stages(times.run)
-    return max(stages, key=lambda stage: stages[stage])
-
-
-RULES: dict[str, Rule] = {
-    "start": Rule(
-        0.25,
-        lambda times: times.share("startup"),
-        lambda times: (
-            f"The start of this short run took {{share}} of the time, most of it for: {_longest_stage(times)}"
-        ),
-        lambda times: ["data.questions.limit=N"] if "questions" in _longest_stage(times) else [],
-    ),
-    "data": Rule(
-        0.03,
-        lambda times: times.share("data"),
-        lambda times: "The steps waited for data for {share} of the time",
-        _workers,
-    ),
-    "padding": Rule(
-        0.05,
-        _padding,
-        lambda times: (
-            f"{times.run.about['training']['padding_share']:.0%} of the tokens in the rows are padding, which took "
-            "{share} of the time"
-        ),
-        lambda times: ["data.packing=true"],
-    ),
-    "slowest rank": Rule(
-        0.03,
-        _slowest,
-        lambda times: (
-            f"Rank {times.last('train/slowest_rank'):.0f} takes {times.mean('train/slowest_behind'):.0%} longer than "
-            "the others, which wait for it for {share} of the time (is its card hot, slow, or shared?)"
-        ),
-        lambda times: ["`fxtune doctor` on its machine"],
-    ),
-    "between ranks": Rule(
-        0.10,
-        lambda times: times.share("rest") if times.ranks > 1 else 0.0,
-        lambda times: "Sums over the ranks, and waiting for each other, took {share} of the time",
-        lambda times: ["a larger train.global_batch_size", "parallel.compression=bfloat16"],
-    ),
-    "sampling": Rule(
-        0.30,
-        lambda times: times.share("sampling"),
-        lambda times: "The model wrote answers for {share} of the time",
-        lambda times: ["a vLLM server in sampler.url" if not times.option("sampler.url") else "more of sampler.url"],
-    ),
-    "rewards": Rule(
-        0.10,
-        lambda times: times.share("rewards"),
-        lambda times: "Rewards took {share} of the time",
-        lambda times: [f"sampler.reward_workers={2 * int(times.option('sampler.reward_workers') or 1)}"],
-    ),
-    "evaluations": Rule(
-        0.10,
-        lambda times: times.share("evaluation"),
-        lambda times: "Evaluations took {share} of the time",
-        _evaluations,
-    ),
-    "checkpoints": Rule(
-        0.03,
-        lambda times: times.share("saving"),
-        lambda times: "The steps stopped for checkpoints for {share} of the time",
-        _checkpoints,
-    ),
-    "optimizer": Rule(
-        0.15,
-        lambda times: times.share("update"),
-        lambda times: "Clipping and the optimizer took {share} of the time",
-        lambda times: ["a larger train.global_batch_size, which updates less often"],
-    ),
-    "compiler": Rule(
-        0.15,
-        lambda times: times.last("compile/seconds") / times.total,
-        lambda times: "The compiler took {share} of the time of this short run",
-        lambda times: ["techniques.compile.enabled=false"],
-    ),
-    "log lines": Rule(
-        0.10,
-        lambda times: times.share("rest") if times.ranks == 1 and times.option("train.log_every") == 1 else 0.0,
-        lambda times: "The loop logs each step, and took {share} of the time between the parts of the steps",
-        lambda times: ["train.log_every=10"],
-    ),
-    "idle card": Rule(
-        0.10,
-        _idle_card,
-        lambda times: "The card had nothing to do for {share} of the time, mostly between small kernels",
-        lambda times: ["a larger train.micro_batch_size", "techniques.compile.cuda_graphs=true"],
-    ),
-}
-
-
 def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
     """The findings, the largest share first; empty if no change is worth it, or if the run recorded no times."""
     times = Times(run)
-    found = []
-    for rule in RULES.values():
-        if times.total and (share := rule.share(times)) >= rule.least:
-            found.append(Bottleneck(share, rule.sentence(times).replace("{share}", f"{share:.0%}"), rule.keys(times)))
-    return sorted(found, key=lambda finding: -finding.share)
+    return sorted(_findings(times) if times.total else (), key=lambda finding: -finding.share)
+
+
+def _findings(times: Times) -> Iterator[Bottleneck]:
+    """Yield a finding for each cause whose share of the time is worth a change."""
+    option, larger_batch = times.option, "a larger train.global_batch_size"
+    if (share := times.share("startup")) >= 0.25:
+        stages = startup_stages(times.run)
+        longest = max(stages, key=lambda stage: stages[stage])
+        said = f"The start of this short run took {share:.0%} of the time, most of it for: {longest}"
+        yield Bottleneck(share, said, ["data.questions.limit=N"] if "questions" in longest else [])
+    if (share := times.share("data")) >= 0.03:
+        workers = option("loader.num_workers")
+        workers = (2 if times.on_gpu else 0) if workers is None else workers
+        said = f"The steps waited for data for {share:.0%} of the time"
+        yield Bottleneck(share, said, [f"loader.num_workers={2 * workers or 2}"])
+    padding = float((times.run.about.get("training") or {}).get("padding_share") or 0.0)
+    is_packed = (times.run.setting.get("rows") or {}).get("packing")
+    # As if a padded token took as long as any other token.
+    if (share := 0.0 if is_packed else times.share("passes") * padding) >= 0.05:
+        said = f"{padding:.0%} of the tokens in the rows are padding, which took {share:.0%} of the time"
+        yield Bottleneck(share, said, ["data.packing=true"])
+    behind = times.mean("train/slowest_behind")
+    if (share := times.share("passes") * behind / (1 + behind)) >= 0.03:
+        rank = f"Rank {times.last('train/slowest_rank'):.0f} takes {behind:.0%} longer than the others"
+        said = f"{rank}, which wait for it for {share:.0%} of the time (is its card hot, slow, or shared?)"
+        yield Bottleneck(share, said, ["`fxtune doctor` on its machine"])
+    if times.ranks > 1 and (share := times.share("rest")) >= 0.10:
+        said = f"Sums over the ranks, and waiting for each other, took {share:.0%} of the time"
+        yield Bottleneck(share, said, [larger_batch, "parallel.compression=bfloat16"])
+    if (share := times.share("sampling")) >= 0.30:
+        servers = "more of sampler.url" if option("sampler.url") else "a vLLM server in sampler.url"
+        yield Bottleneck(share, f"The model wrote answers for {share:.0%} of the time", [servers])
+    if (share := times.share("rewards")) >= 0.10:
+        workers = 2 * int(option("sampler.reward_workers") or 1)
+        yield Bottleneck(share, f"Rewards took {share:.0%} of the time", [f"sampler.reward_workers={workers}"])
+    if (share := times.share("evaluation")) >= 0.10:
+        rarer = [f"train.eval_every={2 * every}"] if (every := option("train.eval_every")) else []
+        keys = [*rarer, "train.eval_share=0.05", "data.eval_limit=N"]
+        yield Bottleneck(share, f"Evaluations took {share:.0%} of the time", keys)
+    if (share := times.share("saving")) >= 0.03:
+        every = option("checkpoint.every")
+        key = f"checkpoint.every={2 * every}" if every else "checkpoint.keep_best=false"
+        yield Bottleneck(share, f"The steps stopped for checkpoints for {share:.0%} of the time", [key])
+    if (share := times.share("update")) >= 0.15:
+        said = f"Clipping and the optimizer took {share:.0%} of the time"
+        yield Bottleneck(share, said, [f"{larger_batch}, which updates less often"])
+    if (share := times.last("compile/seconds") / times.total) >= 0.15:
+        said = f"The compiler took {share:.0%} of the time of this short run"
+        yield Bottleneck(share, said, ["techniques.compile.enabled=false"])
+    if times.ranks == 1 and option("train.log_every") == 1 and (share := times.share("rest")) >= 0.10:
+        said = f"The loop logs each step, and took {share:.0%} of the time between the parts of the steps"
+        yield Bottleneck(share, said, ["train.log_every=10"])
+    # The card ran no kernel, and no part above explains it.
+    used = times.run.last.get("energy/gpu_utilization")
+    known = sum(map(times.share, ("startup", "data", "evaluation", "other", "saving", "rest")))
+    if isinstance(used, (int, float)) and (share := 1.0 - used - known) >= 0.10:
+        said = f"The card had nothing to do for {share:.0%} of the time, mostly between small kernels"
+        yield Bottleneck(share, said, ["a larger train.micro_batch_size", "techniques.compile.cuda_graphs=true"])
 
 
 def sentences(run: RunFiles) -> Iterator[str]:

@@ -1,16 +1,20 @@
-"""Charts of the metrics of one or several runs. pygal draws them as SVG without style, script or web address; the page
-has the style. A line has at most POINTS points. A longer line is thinned to the lowest and the highest value of each
-section.
+"""Charts as SVG, drawn by pygal, without scripts and web addresses.
+
+draw() makes a chart of metrics for the page about runs, which has the style. A line has at most POINTS points. A
+longer line is thinned to the lowest and the highest value of each section. plot() makes a file with a legend, such as
+the held-out losses of a sweep. Its points are inside the frame: values that are far apart get a logarithmic scale.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.etree import ElementTree
 
 WIDTH, HEIGHT = 460, 230
+PLOT_WIDTH, PLOT_HEIGHT, LEGEND_ROW_HEIGHT = 800, 460, 18
 POINTS = 400
 DOTS = 40
 """A line with at most DOTS points has dots."""
@@ -25,6 +29,18 @@ class Line:
     """The value at each step."""
     color: int
     dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    points: Sequence[tuple[float, float]]
+    """(x, y) of each point."""
+    thick: bool = False
+    joined: bool = True
+    """Whether a line joins the points; without it they are dots."""
+    continues: bool = False
+    """Whether the series continues the series before it. Then it is dashed and has the same colour."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +65,9 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
     if not drawn:
         return None
     values = [value for _, points in drawn for _, value in points]
-    low, high = min(values), max(values)
-    logarithmic = logarithmic and low > 0 and high / low >= LOGARITHMIC
     steps = [step for _, points in drawn for step, _ in points]
-    across, up = ticks(min(steps), max(steps), 5), log_ticks(low, high) if logarithmic else ticks(low, high, 4)
-    height = math.log10 if logarithmic else float  # pygal's logarithmic scale would apply to steps, too
+    # pygal's logarithmic scale would apply to steps, too.
+    across, (height, up) = ticks(min(steps), max(steps), 5), _axis(values, 4, logarithmic)
     # The classes of pygal's elements are styled by the page.
     chart = pygal.XY(
         width=WIDTH, height=HEIGHT, margin=4, margin_right=18, css=[], js=[], no_prefix=True, show_legend=False,
@@ -78,7 +92,60 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
         for line, points in drawn
     ]
     svg = ElementTree.tostring(root, encoding="unicode")
-    return Chart(title, unit, [line for line, _ in drawn], svg, logarithmic, summary, shown)
+    return Chart(title, unit, [line for line, _ in drawn], svg, height is math.log10, summary, shown)
+
+
+def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, percent: bool = False) -> str:
+    """The text of an SVG file. Points that are not finite, and series without a finite point, are left out.
+
+    `percent`: whether x is a share, so that its labels are in per cent.
+    """
+    import pygal
+    from pygal.style import Style
+
+    finite = [(curve, [point for point in curve.points if all(map(math.isfinite, point))]) for curve in series]
+    drawn = [(curve, points) for curve, points in finite if points]
+    chart = pygal.XY(
+        width=PLOT_WIDTH, height=PLOT_HEIGHT + LEGEND_ROW_HEIGHT * len(drawn), js=[],
+        title=title, x_title=x_title, y_title=y_title,
+        legend_at_bottom=True, legend_at_bottom_columns=1, legend_box_size=10, truncate_legend=-1, truncate_label=-1,
+        dots_size=2.5, no_data_text="no value is finite",
+        style=Style(
+            background="white", plot_background="white", font_family="sans-serif", title_font_size=15,
+            colors=_colors([curve for curve, _ in drawn], Style.colors),
+        ),
+    )  # fmt: skip
+    if drawn:
+        x_scale, x_labels = _axis([float(x) for _, points in drawn for x, _ in points], 5)
+        chart.x_labels = [
+            {"value": x_scale(value), "label": f"{value:.0%}" if percent else number(value)} for value in x_labels
+        ]
+        y_scale, y_labels = _axis([float(y) for _, points in drawn for _, y in points], 5)
+        chart.y_labels = [{"value": y_scale(value), "label": number(value)} for value in y_labels]
+    for curve, points in drawn:
+        stroke = {"width": 3 if curve.thick else 1.2, **({"dasharray": "5, 4"} if curve.continues else {})}
+        places = [(x_scale(x), y_scale(y)) for x, y in points]
+        chart.add(curve.name, places, stroke=curve.joined and len(places) > 1, stroke_style=stroke)
+    root = chart.render_tree()
+    _remove(root, "script")  # pygal's script shows tooltips, and loads a file from a web address
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _colors(series: Sequence[Series], palette: Sequence[str]) -> tuple[str, ...]:
+    """The colour of each series."""
+    places = itertools.accumulate(not curve.continues for curve in series)
+    return tuple(palette[(place - 1) % len(palette)] for place in places) or tuple(palette)
+
+
+def _axis(
+    values: Sequence[float], most: int, logarithmic: bool = True
+) -> tuple[Callable[[float], float], list[float]]:
+    """(function from a value to its place on the axis, about `most` values with a label). `logarithmic`: use a
+    logarithmic scale if the values are far apart."""
+    low, high = min(values), max(values)
+    if logarithmic and low > 0 and high / low >= LOGARITHMIC:
+        return math.log10, log_ticks(low, high)
+    return float, ticks(low, high, most)
 
 
 def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
@@ -135,14 +202,9 @@ def in_words(name: str, points: Sequence[tuple[int, float]]) -> str:
 
 def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> None:
     """Remove styles, scripts and comments, and name colours by class."""
-    space = "{http://www.w3.org/2000/svg}"
-    for child in list(root):
-        if not isinstance(child.tag, str) or child.tag.removeprefix(space) in ("defs", "title"):
-            root.remove(child)
-    for parent in root.iter():  # a browser would show a title as a tooltip in its own font
-        for child in list(parent):
-            if isinstance(child.tag, str) and child.tag.removeprefix(space) in ("title", "desc"):
-                parent.remove(child)
+    for child in [child for child in root if not isinstance(child.tag, str)]:
+        root.remove(child)
+    _remove(root, "defs", "title", "desc")  # a browser would show a title as a tooltip in its own font
     root.attrib.pop("id", None)
     root.set("role", "img")
     root.set("aria-label", label)
@@ -152,3 +214,9 @@ def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> Non
             line = lines[int(word.removeprefix("serie-"))]
             others = [name for name in words if not name.startswith("color-")]
             node.set("class", " ".join([*others, f"color-{line.color}", *["dashed"] * line.dashed]))
+
+
+def _remove(root: ElementTree.Element, *names: str) -> None:
+    for parent in root.iter():
+        for child in [child for child in parent if str(child.tag).rpartition("}")[2] in names]:
+            parent.remove(child)

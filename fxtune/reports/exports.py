@@ -21,7 +21,6 @@ Exports = dict[str, dict[str, Any]]
 
 
 def export_rows(exports: Exports) -> list[list[str]]:
-    """A row of COLUMNS for each export."""
     rows = [[name, *(_cell(figure, found.get(figure)) for figure in FIGURES)] for name, found in exports.items()]
     for row, found in zip(rows, exports.values(), strict=True):
         row[1] = f"not proven: {found['not_proven']}" if "not_proven" in found else row[1]

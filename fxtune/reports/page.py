@@ -97,8 +97,6 @@ class Table:
 
 @dataclass
 class RunView:
-    """The parts of the page about one run."""
-
     name: str
     color: int
     parts: list[TimeShare]
@@ -140,7 +138,6 @@ def write_report(folders: Sequence[Path], file: Path) -> None:
 
 
 def render(runs: Sequence[RunFiles]) -> str:
-    """The page about `runs`, as HTML."""
     from jinja2 import Environment
 
     assets = files("fxtune").joinpath("assets")
@@ -202,15 +199,8 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _view(run: RunFiles, name: str, color: int) -> RunView:
-    parts = time_shares(run)
-    return RunView(
-        name,
-        color,
-        parts,
-        sum(part.seconds for part in parts),
-        find_bottlenecks(run),
-        yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
-    )
+    parts, recipe = time_shares(run), yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    return RunView(name, color, parts, sum(part.seconds for part in parts), find_bottlenecks(run), recipe)
 
 
 def _grouped(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -377,20 +367,11 @@ def _sources_of(run: RunFiles) -> list[list[Any]]:
     for side in ("training", "held_out"):
         plan = run.about.get(side) or {}
         for source, lengths in zip(plan.get("sources", []), plan.get("lengths", []), strict=False):
-            rows.append(
-                [
-                    source["name"],
-                    side.replace("_", " "),
-                    _whole(lengths["documents"]),
-                    _whole(source["tokens"]),
-                    f"{lengths['supervised_tokens'] / (lengths['tokens'] or 1):.1%}",
-                    f"{source['share']:.1%}",
-                    _whole(lengths["median"]),
-                    _whole(lengths["percentile_95"]),
-                    _whole(lengths["longest"]),
-                    _whole(lengths["bad_rows"]),
-                ]
-            )
+            sizes = lengths["documents"], source["tokens"]
+            shares = lengths["supervised_tokens"] / (lengths["tokens"] or 1), source["share"]
+            others = (lengths[name] for name in ("median", "percentile_95", "longest", "bad_rows"))
+            cells = *map(_whole, sizes), *map(_percent, shares), *map(_whole, others)
+            rows.append([source["name"], side.replace("_", " "), *cells])
     return rows
 
 
@@ -434,7 +415,8 @@ def _judged(answer: str | None, right: str | None) -> tuple[bool, str] | None:
 
 def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
     def dates(run: RunFiles) -> str | None:
-        return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
+        shown = (time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
+        return " to ".join(shown) or None
 
     rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
         ("command", lambda run: run.about.get("command")),

@@ -24,13 +24,8 @@ CURVES = (
 )
 """The metrics that are compared step by step."""
 FIGURES = (
-    "train/tokens_per_second",
-    "train/memory_gib",
-    "eval/best_loss",
-    "eval/loss",
-    "train/loss",
-    "eval/reward_accuracy",
-    "questions/exact_match",
+    *("train/tokens_per_second", "train/memory_gib", "eval/best_loss", "eval/loss", "train/loss"),
+    *("eval/reward_accuracy", "questions/exact_match"),
     *("rollout/reward", "eval/reward", "rollout/length", "rollout/gap", "rollout/sampling_seconds"),
 )
 """The metrics whose last values are shown."""

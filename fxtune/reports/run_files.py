@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,28 +22,6 @@ PICTURES_OF_QUESTION = 4
 LARGEST_PICTURE = 1 << 17
 """Bytes of the largest picture that a report takes in."""
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-
-
-@dataclass
-class _Metrics:
-    """metrics.jsonl, which is read only once, because a long run has a hundred thousand lines."""
-
-    curves: dict[str, dict[int, float]] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
-    first_time: float | None = None
-    last_time: float | None = None
-
-    def add(self, row: dict[str, Any]) -> None:
-        moment, step = row.pop("time", None), row.get(STEP)
-        if isinstance(moment, (float, int)):
-            self.first_time = moment if self.first_time is None else self.first_time
-            self.last_time = moment
-        self.last |= row
-        if not isinstance(step, int):
-            return
-        for name, value in row.items():
-            if isinstance(value, (float, int)):
-                self.curves.setdefault(name, {})[step] = value
 
 
 def as_written(*folders: Path) -> AbstractContextManager[None]:
@@ -78,25 +55,33 @@ class RunFiles:
     @property
     def curves(self) -> dict[str, dict[int, float]]:
         """The values of each metric by step. A step that was repeated after a resume has its last value."""
-        return self._metrics.curves
+        return self._metrics[0]
 
     @property
-    def times(self) -> tuple[float, float] | None:
-        """The times of the first and the last log line, in seconds since 1970; None without log lines."""
-        first, last = self._metrics.first_time, self._metrics.last_time
-        return None if first is None or last is None else (first, last)
+    def times(self) -> list[float]:
+        """The times of the first and the last log line, in seconds since 1970; empty without log lines."""
+        return self._metrics[2]
 
     @cached_property
     def last(self) -> dict[str, Any]:
         """The last value of each metric. In a finished run the final figures replace values of the log lines."""
-        return self._metrics.last | self.result
+        return self._metrics[1] | self.result
 
     @cached_property
-    def _metrics(self) -> _Metrics:
-        found = _Metrics()
+    def _metrics(self) -> tuple[dict[str, dict[int, float]], dict[str, Any], list[float]]:
+        """(`curves`, the last value of each metric, `times`). metrics.jsonl is read only once, because a long run has
+        a hundred thousand lines."""
+        curves: dict[str, dict[int, float]] = {}
+        last, times = dict[str, Any](), list[float]()
         for row in metric_rows(self.folder):
-            found.add(row)
-        return found
+            moment, step = row.pop("time", None), row.get(STEP)
+            if isinstance(moment, (float, int)):
+                times = [(times or [moment])[0], moment]
+            last |= row
+            for name, value in row.items():
+                if isinstance(step, int) and isinstance(value, (float, int)):
+                    curves.setdefault(name, {})[step] = value
+        return curves, last, times
 
     @cached_property
     def result(self) -> dict[str, Any]:

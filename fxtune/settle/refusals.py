@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Compression, Degrees
+from fxtune.estimate.memory import HOST_SHARE, forecast
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import freed_gradients, images, rows
+from fxtune.system.terminal.units import GIB
 
 SHOWN = 3
 """How many tokens a message names."""
@@ -21,10 +24,24 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts)
     yield from _frozen_model(config)
+    yield from _host_moments(facts)
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
     yield from images.stored_refusals(config, facts)
+
+
+def _host_moments(facts: Facts) -> Iterator[str]:
+    """Yield why the host's memory cannot hold the moments of optimizer.offload."""
+    if not facts.optimizer.slots or facts.device != "cuda":
+        return
+    moments, host = forecast(facts, RecomputePlan()).host_moments / GIB, facts.host_memory / GIB
+    if moments > HOST_SHARE * host:
+        smaller = ", or optimizer.moments to bfloat16" * (facts.optimizer.size == 4)
+        yield (
+            f"optimizer.offload: the moments of a rank take {moments:.1f} GiB. They may fill {HOST_SHARE:.0%} of the "
+            f"host's memory, which is {host:.1f} GiB for each rank. Set it to false{smaller}, or use a larger host."
+        )
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

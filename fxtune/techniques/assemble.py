@@ -80,6 +80,7 @@ def assemble(
             "read. Name the tokens."
         )
     built = models.build(model, hf_config, world, seed, quantize.enabled, by_rows)
+    source = models.WeightSource(model, hf_config, built, world, seed)
 
     # Replace modules by modules that compute the same in another way. transformers calls torch's grouped GEMM, which
     # does not run in float32 for weights without memory.
@@ -104,8 +105,7 @@ def assemble(
         for name, technique in techniques.enabled():
             with techniques.precision.context(world.device), acting(name, f"Building the model: {name}"):
                 if technique is quantize and by_rows and quantize.type is not WeightFormat.fp8:
-                    each_weight = partial(models.each_weight, model, hf_config, built, world, seed)
-                    elsewhere = quantize.apply_as_read(built, world, each_weight)
+                    elsewhere = quantize.apply_as_read(built, world, source.each)
                     continue
                 technique.apply(built, world)
             if technique is lora and model.adapter:
@@ -118,7 +118,7 @@ def assemble(
             materialize(built.module, world.device)
         else:
             built.sharding = divided_weights.divide(built.module, world, techniques.precision)
-        models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
+        source.fill(pieces, elsewhere)
         if lora.enabled and not model.adapter:
             trained_tokens.read_rows(built.module)
     return built

@@ -126,9 +126,10 @@ def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tenso
     return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
-def observe(model: nn.Module, probe: dict[str, Any], world: World) -> Iterator[Evidence]:
+def observe(model: nn.Module, probe: dict[str, Any], sharding: Sharding) -> Iterator[Evidence]:
     """Yield how many bytes of the model each rank holds between two passes, and whether tokens travel to divided
     experts. All ranks call this together, under training's autocast. `probe`: a small row."""
+    world = sharding.world
     parts = world.weights_mesh.size(-1)
     divided = [parameter for parameter in model.parameters() if is_divided(parameter)]
     held = sum(local(parameter).nbytes for parameter in divided)
@@ -141,7 +142,7 @@ def observe(model: nn.Module, probe: dict[str, Any], world: World) -> Iterator[E
         "parallel",
         f"weights divided over {parts} ranks",
         f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of "
-        "undivided weights on each",
+        f"undivided weights on each; layers are to be gathered by {sharding.gathered_by}",
         bool(divided) and most <= total / parts + spare,
     )
     if experts := [module for module in model.modules() if exchange_of(module) is not None]:

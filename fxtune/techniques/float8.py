@@ -26,7 +26,7 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import Float8Options, WeightGradient
 from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
-from fxtune.kernels.fp8_training import MULTIPLE
+from fxtune.kernels.fp8 import MULTIPLE
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, is_named, observing, outputs, skeleton
 from fxtune.system.process.profiler import observe_operators, short_name

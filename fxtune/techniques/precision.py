@@ -102,11 +102,7 @@ class Precision(PrecisionOptions, Technique):
         device = next(model.module.parameters()).device
         weights = base_dtype(model.module)
         counter = OperatorCounter(_matmul_dtype)
-        with (
-            observing(model.module),
-            self.context(device),
-            counter,
-        ):
+        with observing(model.module), self.context(device), counter:
             outputs(model.module, **probe)
         expected = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())

@@ -54,7 +54,6 @@ class Withdrawal:
         return replace(chosen, **{name: technique})
 
     def line(self) -> str:
-        """The line that the user reads."""
         name, _, option = self.key.partition(".")
         return f"{name}: {option} off, because {self.why}" if option else f"{name}: off, because {self.why}"
 

@@ -30,11 +30,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model") -> Table:
     """A table of what `Technique.verify` observed."""
-    return table(
-        title,
-        ["technique", "asked for", "observed", "acted"],
-        [[seen.technique, seen.asked, seen.observed, tick(seen.acted)] for seen in evidence],
-    )
+    rows = [[seen.technique, seen.asked, seen.observed, tick(seen.acted)] for seen in evidence]
+    return table(title, ["technique", "asked for", "observed", "acted"], rows)
 
 
 class Display:
@@ -262,19 +259,9 @@ COLUMNS = {
 }
 """The metrics of a line in their order. All other metrics follow under their own names."""
 HIDDEN = (
-    *(
-        "time/",
-        "benchmarks/",
-        "startup/",
-        "train/forward_backward_seconds",
-        "train/update_seconds",
-        "train/gap",
-        "train/clipped",
-        *(
-            f"rollout/{name}"
-            for name in ("gap_p99", "left_out", "idle", "reward/", "reward_", "sampl", "tokens", "metric/")
-        ),
-    ),
+    *("time/", "benchmarks/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
+    *("train/gap", "train/clipped", "rollout/gap_p99", "rollout/left_out", "rollout/idle"),
+    *("rollout/reward/", "rollout/reward_", "rollout/sampl", "rollout/tokens", "rollout/metric/"),
     *(
         f"{part}/{name}"
         for part in ("train", "eval", "before")

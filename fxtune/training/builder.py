@@ -439,7 +439,7 @@ class RunBuilder:
                 model.prepared.sharding.free_gathered()
             with self.techniques.precision.context(self.world.device):
                 if model.prepared.sharding is not None:
-                    observed += divided_weights.observe(model.model, probe, self.world)
+                    observed += divided_weights.observe(model.model, probe, model.prepared.sharding)
                 elif (experts := observe_computed(model.model, probe)) is not None:
                     observed.append(experts)
             return observed
@@ -465,11 +465,7 @@ class RunBuilder:
 
     @phase("Making the optimizer", part="optimizer")
     def train_step(
-        self,
-        model: LanguageModel,
-        objective: Objective,
-        loss_scale: LossScale | None = None,
-        recorded: bool = True,
+        self, model: LanguageModel, objective: Objective, loss_scale: LossScale | None = None, recorded: bool = True
     ) -> TrainStep:
         """The training step of `model` with a new optimizer.
 

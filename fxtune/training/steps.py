@@ -103,7 +103,6 @@ class Steps:
                 self._halve(index, failed)
 
     def _collect(self, collector: Collector, index: int) -> None:
-        """Write the rollouts of step `index`."""
         assert isinstance(self.plan, RolloutPlan)
         self.world.heartbeat.doing("sampling", index + 1)
         with self.builder.oom_context(f"Sampling in step {index + 1}"), interruptible(self.world):

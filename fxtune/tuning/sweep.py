@@ -161,8 +161,6 @@ def shown(value: Any) -> str:
 
 @dataclass
 class _Job:
-    """A configuration in training."""
-
     trial: Trial
     asked: optuna.Trial
     process: subprocess.Popen[bytes]

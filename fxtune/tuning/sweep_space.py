@@ -69,7 +69,6 @@ class Dimension:
 
     @property
     def size(self) -> float:
-        """The number of values."""
         if self.choices:
             return len(self.choices)
         return self.high - self.low + 1 if self.whole else math.inf
@@ -93,7 +92,6 @@ class Dimension:
 
 
 def combinations(space: Sequence[Dimension]) -> float:
-    """How many configurations the space has."""
     return math.prod(dimension.size for dimension in space)
 
 

@@ -15,7 +15,7 @@ All tensors are of one packed row: [tokens, ...] here, [1, tokens, ...] there.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
@@ -24,17 +24,22 @@ LOG2_E = 1.4426950408889634
 """The kernels take powers of two."""
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of fxtune::linear_attention, see kernels/linear_attention.py."""
+class Inputs(NamedTuple):
+    """The arguments of linear_attention() in kernels/linear_attention.py, which describes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Optional[Tensor]
+    scale: float
+    cu_seqlens: Tensor
+    chunks: Tensor
+
+
+def forward(given: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of fxtune::linear_attention."""
+    q, k, v, g, beta, scale, cu_seqlens, chunks = given
     bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, chunk_indices=chunks)
     options = dict(scale=scale, initial_state=None, output_final_state=False, **bounds)
     none = v.new_empty(0)
@@ -46,45 +51,36 @@ def forward(
         sums = chunk_local_cumsum(_row(g), chunk_size=CHUNK, scale=LOG2_E, **bounds)
         out = chunk_fwd_o(q, k, v, _states(k, v, sums, bounds), sums, scale=scale, **bounds)
         return out[0], sums[0], none, none.clone()
-    given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(g), beta=_row(beta))
+    rows = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(g), beta=_row(beta))
     if g.ndim == 3:
         from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
-        out, _, sums, scores, solved, *_ = chunk_kda_fwd(**given, **options)
+        out, _, sums, scores, solved, *_ = chunk_kda_fwd(**rows, **options)
         return out[0].to(v.dtype), sums[0], scores[0], solved[0]
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
-    sums, out, solved, *_ = chunk_gated_delta_rule_fwd(**given, **options)
+    sums, out, solved, *_ = chunk_gated_delta_rule_fwd(**rows, **options)
     return out[0].to(v.dtype), sums[0], solved[0], none
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-    sums: Tensor,
-    first: Tensor,
-    second: Tensor,
+    grad: Tensor, given: Inputs, sums: Tensor, first: Tensor, second: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
     """The gradients of q, k, v, g and beta."""
+    q, k, v, _, beta, scale, cu_seqlens, chunks = given
     bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, chunk_indices=chunks)
     options = dict(scale=scale, initial_state=None, do=_row(grad), dht=None, **bounds)
     if beta is None:
         return *_scan_backward(_row(grad), _row(q), _row(k), _row(v), _row(sums), scale, bounds), None
-    given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(sums), beta=_row(beta))
+    rows = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(sums), beta=_row(beta))
     if sums.ndim == 3:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd
 
-        dq, dk, dv, dbeta, dg, *_ = chunk_kda_bwd(**given, Aqk=_row(first), Akk=_row(second), **options)
+        dq, dk, dv, dbeta, dg, *_ = chunk_kda_bwd(**rows, Aqk=_row(first), Akk=_row(second), **options)
     else:
         from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
 
-        dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(**given, A=_row(first), **options)
+        dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(**rows, A=_row(first), **options)
     return dq[0], dk[0], dv[0], dg[0], dbeta[0]
 
 
@@ -126,13 +122,7 @@ def convolution(
 
 
 def convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    silu: bool,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias; of bias an empty tensor, if there is none."""
     from fla.modules.causal_conv1d import causal_conv1d_bwd

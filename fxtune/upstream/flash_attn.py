@@ -11,12 +11,8 @@ from typing import Any
 
 
 def forward(interface: Any) -> Callable[..., Any]:
-    """The kernel of the forward pass."""
-    kernel: Callable[..., Any] = interface._flash_attn_fwd
-    return kernel
+    return interface._flash_attn_fwd
 
 
 def backward(interface: Any) -> Callable[..., Any]:
-    """The kernels of the backward pass."""
-    kernel: Callable[..., Any] = interface._flash_attn_bwd
-    return kernel
+    return interface._flash_attn_bwd

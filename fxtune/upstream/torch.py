@@ -75,8 +75,7 @@ def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
     What: torch._scaled_mm.
     Why: torch.nn.functional.scaled_mm takes no `out`.
     """
-    product: Callable[..., torch.Tensor] = torch._scaled_mm
-    return product(*operands, **options)
+    return torch._scaled_mm(*operands, **options)
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
@@ -85,8 +84,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     What: torch._scaled_grouped_mm.
     Why: torch.nn.functional.scaled_grouped_mm wants a recipe for the scales. This function takes scales alone.
     """
-    product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
-    return product(*operands, **options)
+    return torch._scaled_grouped_mm(*operands, **options)
 
 
 # Modules
@@ -185,11 +183,12 @@ DTENSOR_TABLES = (
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's tables of operators.
+    """Free the symmetric memory of all groups, and empty DTensor's tables of operators.
 
     What: functions of torch.distributed.tensor that clear its caches.
     Why: the tables refer to the meshes of all tensors. The meshes keep the process groups and gloo's threads alive.
     """
+    _SYMMETRIC.clear()
     if "torch.distributed.tensor" in sys.modules:
         for table in DTENSOR_TABLES:
             with suppress(ImportError, AttributeError):
@@ -203,6 +202,51 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
     Why: init_process_group takes one timeout for hosts and GPUs.
     """
     group._get_backend(torch.device("cpu"))._set_default_timeout(patience)
+
+
+class SymmetricMemory:
+    """Memory of a GPU that all ranks of a group register with NCCL, at the same offsets. It is kept until the ranks
+    part, because torch does not take the registration back when memory is freed.
+
+    What: torch.distributed._symmetric_memory.
+    Why: torch documents it, but under a private name. FSDPModule.set_symm_mem_for_comm (from torch 2.13) also takes
+    its memory from there, and picks blocks that may differ between ranks.
+    Gone: NCCL's kernels gather weights, and the proofs say so.
+    """
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_backend("NCCL")
+        self.device, self.group = device, group
+        self.kept: list[torch.Tensor] = []
+        torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL starts with the first exchange
+        allocator = symmetric.get_mempool_allocator(device)
+        self.pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
+
+    def buffers(self, count: int, size: int) -> list[torch.Tensor]:
+        """`count` flat uint8 tensors with at least `size` uninitialized bytes each, the same ones in each call. All
+        ranks of the group call this together."""
+        from torch.distributed._symmetric_memory import rendezvous
+
+        torch.cuda.empty_cache()  # this pool does not free the memory that torch keeps
+        while len(found := [tensor for tensor in self.kept if tensor.nbytes >= size]) < count:
+            with torch.cuda.use_mem_pool(self.pool):
+                tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+            rendezvous(tensor, group=self.group.group_name)
+            self.kept.append(tensor)
+        return found[:count]
+
+
+_SYMMETRIC: dict[str, SymmetricMemory] = {}
+"""The symmetric memory of each process group, by the group's name."""
+
+
+def symmetric_memory(device: torch.device, group: Any) -> SymmetricMemory:
+    """The symmetric memory of a process group. forget_meshes() frees it."""
+    if group.group_name not in _SYMMETRIC:
+        _SYMMETRIC[group.group_name] = SymmetricMemory(device, group)
+    return _SYMMETRIC[group.group_name]
 
 
 # The compiler
@@ -294,8 +338,7 @@ def compiling_with(**options: Any) -> AbstractContextManager[Any]:
     What: torch._dynamo.config.patch.
     Why: torch.compile's `options` are options of Inductor.
     """
-    context: AbstractContextManager[Any] = torch._dynamo.config.patch(options)
-    return context
+    return torch._dynamo.config.patch(options)
 
 
 def default_compiler_cache() -> Path:
@@ -363,8 +406,7 @@ def activation_budget() -> float:
 
 def with_activation_budget(share: float) -> AbstractContextManager[Any]:
     """A context manager that sets the compiler's budget in its body; see activation_budget()."""
-    context: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=share)
-    return context
+    return torch._functorch.config.patch(activation_memory_budget=share)
 
 
 # Attention
@@ -380,5 +422,4 @@ def attention_operator(name: str) -> Callable[..., Any]:
     What: torch.ops.aten._flash_attention_forward and _scaled_dot_product_cudnn_attention.
     Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
     """
-    operator: Callable[..., Any] = getattr(torch.ops.aten, name)
-    return operator
+    return getattr(torch.ops.aten, name)

@@ -94,8 +94,7 @@ def with_operators(forward: Any, replacements: tuple[tuple[str, Callable[..., An
 
 def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """The function that an attention of this class calls for RoPE: its family's, or that of with_rotation()."""
-    rotation: Callable[..., Any] | None = getattr(_renamed(kind.forward), "__globals__", {}).get(ROPE)
-    return rotation
+    return getattr(_renamed(kind.forward), "__globals__", {}).get(ROPE)
 
 
 def _renamed(forward: Any) -> Any:
@@ -165,8 +164,7 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
     """The tiles of an image of `size` (height, width), the whole image included. `side`: pixels of a tile's side."""
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
-    tiles: int = image_size_to_num_patches(size, pinpoints, side)
-    return tiles
+    return image_size_to_num_patches(size, pinpoints, side)
 
 
 # Names of tensors in a checkpoint's files.

@@ -34,7 +34,7 @@ def forecast(command: str) -> str:
     gpus = int(options.get("--gpus", 1))
     found = forecast_run(config, machine(options["--gpu"], HOST_GIB, config.run.memory_gib), gpus, None)
     text = f"{found.need.device / GIB:.1f} GiB" + " on each card" * (gpus > 1)
-    host = f", {found.need.host / GIB:.1f} GiB pinned by each process" if found.need.host else ""
+    host = f", {found.need.pinned / GIB:.1f} GiB pinned by each process" if found.need.pinned else ""
     return text + host + ("" if found.fits else ", does not fit")
 
 

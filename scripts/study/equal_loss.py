@@ -570,8 +570,8 @@ def _table_row(title: str, seeds: list[int], losses: dict[int, float], relative:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Draw the held-out losses of each run to an SVG file."""
-    from fxtune.reports.plots import Series
-    from fxtune.reports.plots import plot as svg
+    from fxtune.reports.charts import Series
+    from fxtune.reports.charts import plot as svg
 
     series = [
         Series(

@@ -45,7 +45,7 @@ from fxtune.estimate.step_time import forward_seconds, micro_batch_seconds, upda
 from fxtune.estimate.traffic import step_traffic  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.dims import Shape  # noqa: E402
-from fxtune.reports.plots import Series, plot  # noqa: E402
+from fxtune.reports.charts import Series, plot  # noqa: E402
 
 CARD = "H200"  # of the projection
 COLLECTIVE = 70e-6

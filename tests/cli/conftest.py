@@ -17,8 +17,8 @@ def trained(monkeypatch) -> list:
     calls: list = []
     module = types.ModuleType("stand_in_train")
     module.run = calls.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "stand_in_train", module)
-    monkeypatch.setitem(command.COMMANDS, "train", command.Command("stand_in_train", "", reads_data=True))
+    monkeypatch.setitem(sys.modules, "fxtune.cli.stand_in_train", module)
+    monkeypatch.setitem(command.COMMANDS, "train", command.Command("", reads_data=True, name="stand_in_train"))
     return calls
 
 

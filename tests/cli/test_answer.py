@@ -79,7 +79,7 @@ def test_a_bug_an_error_and_a_success_leave_their_own_answer(cwd, trained, monke
             answer.ANSWER.put({"so": "far"})
             raise error
 
-        monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+        monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
         try:
             code = command.main([QUICK, "--json", "found.json"])
         except ZeroDivisionError:
@@ -100,7 +100,7 @@ def test_a_multirun_has_a_list_of_its_runs(cwd, trained, monkeypatch):
         Path(config.run.dir).mkdir(parents=True)
         return {"train/loss": 1.0, "eval/loss": float("nan")}
 
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
     code, found = given("-m", QUICK, "run.seed=1,2")
     good, bad = found["runs"]
     assert (code, found["error"]["code"]) == (3, "data")

@@ -100,7 +100,7 @@ def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypat
 def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(chat, "console", lambda: screen)
-    conversation = Conversation.open(find_output("mine"), "both", max_new_tokens=8)
+    conversation = Conversation(find_output("mine"), "both", max_new_tokens=8)
     talk, speakers = chat.Chat(conversation), conversation.speakers
     typed = iter([PROMPTS[0], PROMPTS[1], "/new", PROMPTS[1]])
 
@@ -122,7 +122,7 @@ def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypat
 
 def test_answers_appear_as_they_are_written(runs, monkeypatch):
     pieces: list[str] = []
-    conversation = Conversation.open(find_output("mine"), "tuned", max_new_tokens=40)
+    conversation = Conversation(find_output("mine"), "tuned", max_new_tokens=40)
     (speaker,) = conversation.speakers
     conversation.answer(speaker, PROMPTS[0], pieces.append)
     assert len(pieces) > 1
@@ -209,7 +209,7 @@ def test_images_before_a_prompt_are_shown_to_the_model(vision, monkeypatch, caps
 
 def test_an_image_stays_in_the_conversation(vision, monkeypatch):
     monkeypatch.chdir(vision)
-    conversation = Conversation.open(find_output("mine"), "tuned", max_new_tokens=8)
+    conversation = Conversation(find_output("mine"), "tuned", max_new_tokens=8)
     talk, speakers = chat.Chat(conversation), conversation.speakers
     pieces: list[str] = []
     for prompt in ("/image one.png Where?", "Why?"):
@@ -282,7 +282,7 @@ def test_a_model_that_has_learned_plain_texts_continues_the_prompt_as_typed(cwd,
     words = ["data.sources=[{path: rows.jsonl}]", "data.eval_sources=[]", "data.questions.path=null"]
     assert main(["+recipe=quickstart", *words, "train.max_steps=1", "run.dir=runs/texts"]) == 0
     seen = []
-    conversation = Conversation.open(find_output("texts"), "tuned", max_new_tokens=2)
+    conversation = Conversation(find_output("texts"), "tuned", max_new_tokens=2)
     monkeypatch.setattr(conversation, "tokenizer", tokenizer := load_tokenizer(TINY))
     monkeypatch.setattr(conversation.speakers[0].model, "generate", lambda ids, **_: (seen.append(ids), ids)[1])
     conversation.answer(conversation.speakers[0], "7, ", lambda _: None)

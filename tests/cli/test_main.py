@@ -22,7 +22,7 @@ def fail_with(monkeypatch, error: BaseException) -> None:
     def run(config):
         raise error
 
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
 
 
 def refused(capsys, *argv: str) -> str:
@@ -104,7 +104,7 @@ def test_failing_job_does_not_stop_the_others(cwd, trained, capsys, monkeypatch)
         assert models[0]() is None, "the next job needs the memory"
         done.append(config.optimizer.lr)
 
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
     assert command.main(["-m", QUICK, "optimizer.lr=0.1,0.01"]) == 5
     assert done == [0.01]
     err = capsys.readouterr().err
@@ -282,7 +282,7 @@ def test_rank_that_failed_on_a_gpu_exits_without_pythons_cleanup(cwd, trained, c
 
     monkeypatch.setattr(failure, "_KEPT", [])
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
     for words, code, said in (
         ([QUICK], 5, "diverged"),
         (["-m", QUICK, "run.seed=1,2"], 5, "diverged"),

@@ -27,7 +27,7 @@ def test_sweep_ends_with_a_table_sorted_by_held_out_loss(cwd, trained, capsys, m
         Path(config.run.dir).mkdir(parents=True)
         return figures[config.optimizer.lr]
 
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setattr(sys.modules["fxtune.cli.stand_in_train"], "run", run)
     monkeypatch.setenv("COLUMNS", "200")
     assert command.main(["-m", QUICK, "optimizer.lr=0.1,0.05,1e-3,1e-2"]) == 5
     table = [line for line in capsys.readouterr().out.splitlines() if "optimizer.lr=" in line]

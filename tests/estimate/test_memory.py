@@ -129,6 +129,20 @@ def test_pinned_memory_is_allocated_in_pieces():
     assert 31 * 400000 * 8192 <= need.host < 1.03 * 31 * 400000 * 8192
 
 
+def test_offloaded_moments_are_on_the_host_and_those_of_two_weights_of_each_size_on_the_device():
+    facts = replace(card(139, 8192, techniques={"compile": {}}), optimizer=OptimizerState())
+    plain, away = (
+        forecast(each, RecomputePlan("input", sent="inputs"))
+        for each in (facts, replace(facts, optimizer=OptimizerState(slots=2)))
+    )
+    assert plain.host_moments == 0
+    assert away.host_moments == pytest.approx(2 * 2 * 8.03e9, rel=0.01)
+    assert (away.host, away.pinned) == (plain.host, plain.host + away.host_moments)
+    sizes = (128256 * 4096, 4096**2, 1024 * 4096, 4096 * 14336)
+    kept = away.host_moments - (plain.trained - away.trained)
+    assert kept == pytest.approx(2 * 2 * 2 * sum(sizes), rel=0.001)
+
+
 def test_a_quantized_base_and_adapters_take_less_memory():
     facts = card(24, 8192)
     small = replace(facts, techniques=enable(**TECHNIQUES, quantize={"type": "nf4"}))

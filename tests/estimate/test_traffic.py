@@ -71,7 +71,7 @@ def test_tokens_travel_in_place_of_experts():
     assert three.gradients * 3 / 2 - two.gradients * 2 == pytest.approx(4 * weights, rel=1e-6)
     assert three.weights * 3 / 2 - two.weights * 2 == pytest.approx(3 * 2 * 2 * weights, rel=1e-6)
     half, third = (forecast(replace(one, degrees=Degrees(shard=parts)), RecomputePlan("input")) for parts in (2, 3))
-    assert third.exchange - half.exchange == pytest.approx(2 * 2 * weights / 32, rel=1e-6)
+    assert third.exchange - half.exchange == pytest.approx(3 * 2 * weights / 32, rel=1e-6)
 
 
 def test_tokens_travel_to_experts_in_fp8_too():

@@ -12,7 +12,7 @@ import torch
 from support.reference import LIMITS, SHAPES, batch, build, ours, plain, relative, relative_errors, with_head
 
 from fxtune.errors import ConfigError
-from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
+from fxtune.kernels.flash4 import Options, flash4, flash4_backward, reference, reference_backward
 from fxtune.techniques.attention.backends.registry import BY_DOCUMENTS, FLASH4
 from fxtune.techniques.pipeline import Pipeline
 
@@ -94,7 +94,8 @@ def test_a_document_with_more_keys_attends_from_its_end(backend, heads, window):
     k, v = (x.detach().requires_grad_() for x in keys)
     ends = bounds([one + other for one, other in zip(own, before, strict=True)])
     scale = q.shape[-1] ** -0.5
-    out = backend.core(q[None], k[None], v[None], bounds(own), scale, window, 0.0, None, ends)[0]
+    given = Options(bounds(own), len(q), scale, window, 0.0, None, ends)
+    out = backend.core(q[None], k[None], v[None], given, 0.0)[0]
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     wide = [x.detach().float() for x in (q, k, v)]
@@ -182,12 +183,12 @@ def test_queries_of_training_are_not_copied():
     projection. Keys and values of such a slice are copied (a quarter of the queries each, here)."""
     fused = torch.randn(2, 2048, 48, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = fused.split((32, 8, 8), dim=2)
-    cu_seqlens = bounds((2000, 96, 2000, 0))
-    expected = FLASH4.core(*(x.contiguous() for x in (q, k, v)), cu_seqlens, 0.1, 0, 0.0)
+    options = Options(bounds((2000, 96, 2000, 0)), 2048, 0.1, 0, 0.0)
+    expected = FLASH4.core(*(x.contiguous() for x in (q, k, v)), options, 0.0)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = FLASH4.core(q, k, v, cu_seqlens, 0.1, 0, 0.0)
+    out = FLASH4.core(q, k, v, options, 0.0)
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
     sums = 2 * 2048 * 32 * 4

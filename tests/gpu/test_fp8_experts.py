@@ -11,7 +11,8 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import DType, Switch, WeightFormat
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels import matmul
-from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts, quantize_experts
+from fxtune.kernels.fp8 import Weight
+from fxtune.kernels.fp8_experts import dequantize_experts, fp8_experts, quantize_experts
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.models.experts import experts_of
@@ -90,7 +91,7 @@ def test_products_of_groups_of_any_size_match_the_reference(gemm):
 def test_experts_on_a_gpu_are_quantized_as_on_a_cpu():
     weight = case("uneven")[2][0]
     mine, other = quantize_experts(weight), quantize_experts(weight.cpu())
-    assert isinstance(mine, Weights)
+    assert isinstance(mine, Weight)
     assert all(torch.equal(one.cpu(), same) for one, same in zip(mine, other, strict=True))
 
 

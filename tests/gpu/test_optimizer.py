@@ -4,27 +4,35 @@ bit.
 
 from __future__ import annotations
 
+import gc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.bad_steps import interrupt_at
 from support.reference import relative
 from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.world import World
+from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, refusals
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.settle.freed_gradients import COUNTS_FOR_ALL
+from fxtune.training import trainer
 from fxtune.training.in_backward import InBackward
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},
     "adamw/stochastic": dict(stochastic_rounding=True),
     "adamw/stochastic/bfloat16": dict(stochastic_rounding=True, moments=Moments.bfloat16),
+    "adamw/offload": dict(offload=True),
+    "adamw/stochastic/offload": dict(stochastic_rounding=True, moments=Moments.bfloat16, offload=True),
     "adamw_8bit/stochastic": dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
 }
 PACKAGES = {
@@ -240,16 +248,17 @@ def test_no_host_sync(case, monkeypatch):
     optimizer = Optimizer(model, config(case))
     learn(model, optimizer, range(4))
     loss = backward(model, 4)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the host waits for the device"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            norm = optimizer.clip(1.0)
-            optimizer.step(1e-3, torch.isfinite(norm) & torch.isfinite(loss))
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the host waits for the device"))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                norm = optimizer.clip(1.0)
+                optimizer.step(1e-3, torch.isfinite(norm) & torch.isfinite(loss))
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_skipped_bad_step_leaves_no_trace(case):
@@ -330,3 +339,113 @@ def test_stochastic_rounding_compiles_few_kernels():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step(rate, YES.cuda())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_moments_in_host_memory_change_no_bit_and_leave_the_card(stochastic):
+    """Weights of several sizes, updated while copies of others are on the way. Some have no gradient in some steps."""
+    found, held = [], []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        sizes = (4096, 1024, 4096, 2048, 4096, 512, 4096, 4096)
+        model = nn.ModuleList(nn.Linear(4096, size) for size in sizes).to("cuda", torch.bfloat16)
+        options = dict(stochastic_rounding=True, moments=Moments.bfloat16) if stochastic else {}
+        optimizer = Optimizer(model, OptimizerConfig(offload=offload, weight_decay=0.1, **options))
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        for step in range(8):
+            for index, parameter in enumerate(model.parameters()):
+                torch.manual_seed(100 * step + index)
+                parameter.grad = torch.randn_like(parameter) if (index + step) % 7 else None
+            delay_copies(optimizer)
+            optimizer.clip(1.0)
+            optimizer.step(1e-3, YES.cuda() if step != 4 else ~YES.cuda(), seed=step)
+        held.append(torch.cuda.memory_allocated() - before)
+        tensors, _ = optimizer.state()
+        found.append({**{name: weight.detach().cpu() for name, weight in model.named_parameters()}, **tensors})
+        if offload:
+            assert all(tensor.is_pinned() for tensor in tensors.values() if tensor.dim())
+    plain, away = found
+    assert [name for name in plain if not torch.equal(plain[name].cpu(), away[name].cpu())] == []
+    assert held[1] < 0.55 * held[0]  # of the eight matrices five have one size, with two slots
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_whole_model_with_moments_in_host_memory_learns_the_same_bits_while_others_allocate(stochastic):
+    """Without offload, and with offload in ordinary steps and in the backward pass. Moments have 1 to 8 MiB. Between
+    steps, and between the backward passes of layers, other tensors take and free the device's memory."""
+    options = dict(stochastic_rounding=True, moments=Moments.bfloat16) if stochastic else {}
+    found = []
+    for offload, in_backward in ((False, False), (False, True), (True, False), (True, True)):
+        torch.manual_seed(0)
+        widths = (512, 2048, 1024, 2048, 512, 1024)
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
+        model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+        for layer in model:
+            layer.register_full_backward_hook(lambda *_: allocate())
+        optimizer = Optimizer(model, OptimizerConfig(offload=offload, **options), one_by_one=in_backward)
+        updating, losses = InBackward(optimizer) if in_backward else None, []
+        for step in range(6):
+            finite = YES.cuda() if step != 3 else ~YES.cuda()
+            torch.manual_seed(0)
+            rows = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+            if updating:
+                updating.begin(1e-3, finite, step)
+            rows.requires_grad_()  # so that all hooks run between the layers
+            delay_copies(optimizer)
+            loss = (model(rows).float() - rows.detach().float().repeat(1, 2)).square().mean()
+            loss.backward()
+            allocate()
+            if updating:
+                updating.end()
+                optimizer.drop()
+            else:
+                optimizer.step(1e-3, finite, step)
+            allocate()
+            losses.append(loss.detach())
+        moments = {name: moment.cpu() for name, moment in optimizer.state()[0].items()}
+        found.append({**{name: weight.detach().cpu() for name, weight in model.named_parameters()}, **moments})
+        found[-1]["losses"] = torch.stack(losses).cpu()
+        assert found[-1]["losses"].isfinite().all()
+        assert found[-1]["losses"][-1] < found[-1]["losses"][0]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert [name for name in other if not torch.equal(other[name], found[0][name])] == []
+
+
+def delay_copies(optimizer: Optimizer) -> None:
+    """Let copies of moments wait for some milliseconds, so that an update that does not wait for them goes wrong."""
+    if away := optimizer.host_moments:
+        for stream in (away.arriving, away.leaving):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)
+
+
+def allocate() -> None:
+    """Fill memory that was freed, of the sizes of weights and slots, with numbers that no one may read."""
+    for size in (1 << 20, 2 << 20, 4 << 20, 8 << 20):
+        torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_backward", [Switch.off, Switch.on])
+def test_a_run_is_interrupted_and_resumes_with_and_without_moments_in_host_memory(
+    narrow, cwd, monkeypatch, in_backward
+):
+    """Ordinary steps clip, and add up two micro-batches."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the run would set it, and leave it for other tests
+    narrow.techniques.lora.enabled, narrow.run.deterministic = False, True
+    narrow.train.max_steps, narrow.checkpoint.every = 6, 2
+    narrow.optimizer.in_backward = in_backward
+    if in_backward is Switch.on:
+        narrow.train.max_grad_norm, narrow.train.micro_batch_size = 0.0, 8
+    found = []
+    for before, after in ((False, False), (False, True), (True, False), (True, True)):
+        narrow.run.dir, narrow.optimizer.offload = f"{before}-{after}", before
+        with monkeypatch.context() as patch:
+            interrupt_at(narrow, 3, patch)
+        narrow.optimizer.offload = after
+        trainer.run(narrow)
+        found.append(load_file(next(Path(narrow.run.dir, "model").glob("*.safetensors"))))
+    for other in found[1:]:
+        assert [name for name in found[0] if not torch.equal(other[name], found[0][name])] == []

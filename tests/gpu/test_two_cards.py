@@ -64,6 +64,16 @@ def sums(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def test_copy_engines_gather_the_bits_that_kernels_gather(two_cards, tmp_path):
+    words = [*FULL, *TWO, *EXACT, "train.max_steps=20", "checkpoint.every=20", "parallel.shard=2"]
+    copied = ended(tmp_path / "copied", made(tmp_path / "copied", *words), two_cards)
+    gathered = made(tmp_path / "gathered", *words)
+    ended(tmp_path / "gathered", gathered, {**two_cards, "NCCL_CTA_POLICY": "0"})
+    assert sums(copied) == sums(tmp_path / "gathered")
+    for name, gather in (("copied", "copy engines"), ("gathered", "NCCL's kernels, because NCCL_CTA_POLICY is 0")):
+        assert f"gathered by {gather}" in (tmp_path / name / "run" / "evidence.json").read_text()
+
+
 def test_divided_run_is_stopped_resumed_by_two_cards_and_by_one_and_merged(two_cards, tmp_path):
     words = made(tmp_path / "whole", *FULL, *TWO, *EXACT, "parallel.shard=2")
     whole = ended(tmp_path / "whole", words, two_cards)

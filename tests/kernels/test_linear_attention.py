@@ -36,8 +36,8 @@ def drawn(which: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
 
 def plain(which: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
     """The same for one document by transformers; of a scan by its definition as attention."""
+    q, k = (of.repeat_interleave(HEADS // of.shape[1], 1) for of in (q, k))
     if beta is None:
-        q, k = (of.repeat_interleave(HEADS // of.shape[1], 1) for of in (q, k))
         sums = g.cumsum(0)
         decay = (sums[:, None] - sums[None]).masked_fill(
             torch.ones(len(g), len(g)).triu(1).bool()[..., None], -torch.inf

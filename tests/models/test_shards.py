@@ -19,7 +19,7 @@ from fxtune.distributed.sharding import materialize, shard
 from fxtune.distributed.world import Device, World
 from fxtune.errors import StorageError
 from fxtune.models import shards, weights
-from fxtune.models.load import ModelConfig, build, fill, load_config
+from fxtune.models.load import ModelConfig, WeightSource, build, load_config
 from fxtune.models.shards import Piece
 from fxtune.models.structure import decoder_layers
 from fxtune.system.files.hub import Origin, locate
@@ -52,7 +52,7 @@ def _read_by_rows(model, config, world, seed=3):
     made = build(model, config, world, seed, by_rows=True)
     pieces = shards.pieces_of(made.module)
     materialize(made.module, world.device)
-    fill(model, config, made, pieces, world, seed)
+    WeightSource(model, config, made, world, seed).fill(pieces)
     return made.module
 
 

@@ -46,6 +46,7 @@ SHORTER = {
 }
 """Words that make a command short, by its name."""
 FIRST = {
+    "fxtune preview rl_quickstart": "fxtune +recipe=rl_quickstart train.max_steps=1",
     "fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]'": (
         "fxtune +recipe=quickstart data.eval_fraction=0.05 train.max_steps=4 data.questions.limit=4"
     ),
@@ -99,7 +100,7 @@ def shortened(line: str) -> str:
 def prepared(forks, tmp_path_factory) -> Path:
     """A folder with the runs, plugins and files that the commands name."""
     folder = tmp_path_factory.mktemp("prepared")
-    for name in ("my", "rows", "chats"):
+    for name in ("my", "rows", "chats", "replay"):
         write_chats(folder / f"{name}.jsonl", rows=120, seed=2)
     (folder / "odd.csv").write_text("Frage,Antwort\n" + "".join(f"Order {row}?,On its way.\n" for row in range(9)))
     for line in (

@@ -308,6 +308,7 @@ CASES: dict[str, Case] = {
     "optimizer.momentum": Case(step, "0.1", "optimizer.name=sgd"),
     "optimizer.stochastic_rounding": Case(step, "true", refused="stochastic_rounding"),
     "optimizer.moments": Case(step, "bfloat16", refused="moments"),
+    "optimizer.offload": Case(step, "true", refused="offload"),
     "optimizer.in_backward": Case(step, "on", refused="in_backward"),
     "schedule.name": Case(rates, "linear"),
     "schedule.warmup_steps": Case(rates, "9"),

@@ -238,6 +238,40 @@ def test_large_recipe_is_refused_only_on_a_small_host():
     settled(replace(small, device="cuda", capability=(9, 0)), BIG, BFLOAT16, LORA)  # a card's own word is soon enough
 
 
+OFFLOAD = (BIG, BFLOAT16, "optimizer.offload=true", "optimizer.stochastic_rounding=true", "train.max_grad_norm=0")
+"""Full fine-tuning of 8B. Its moments are in float32, 59.8 GiB."""
+
+
+@pytest.mark.parametrize("words", [(), ("policy=full", "offload=inputs")], ids=["auto", "offloaded inputs"])
+def test_moments_that_exceed_the_hosts_memory_are_one_refusal(words):
+    words = (
+        *OFFLOAD,
+        "techniques.checkpointing.enabled=true",
+        *(f"techniques.checkpointing.{word}" for word in words),
+    )
+    with pytest.raises(ConfigError) as caught:
+        settled(replace(H200, host_memory=64 * 2**30), *words)
+    (line,) = reasons(caught.value)[1:]
+    assert line.startswith("optimizer.offload: the moments of a rank take 59.8 GiB. ")
+    assert "64.0 GiB" in line
+    assert "optimizer.moments to bfloat16" in line
+    settled(replace(H200, host_memory=64 * 2**30), *words, "optimizer.moments=bfloat16")
+
+
+def test_activations_get_the_hosts_memory_that_moments_leave():
+    words = (*OFFLOAD, *(f"techniques.checkpointing.{it}" for it in ("enabled=true", "policy=full", "offload=inputs")))
+    words = (*words, "data.sequence_length=131072")
+
+    def senders(gib: float, *more: str) -> int | None:
+        return settled(replace(H200, host_memory=int(gib * 2**30)), *words, *more).techniques.checkpointing.senders
+
+    assert senders(140) is None
+    assert senders(80) == 4  # of 64 GiB, moments leave 4.2 GiB, and an input has 1 GiB
+    assert senders(80, "optimizer.offload=false") is None
+    with pytest.raises(ConfigError, match=r"not one layer's tensors .* without the optimizer's moments"):
+        senders(75)
+
+
 def test_five_mistakes_are_reported_in_one_message():
     with pytest.raises(ConfigError) as caught:
         settled(

@@ -10,9 +10,11 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
 README = TEXTS["README.md"]
 EXAMPLES = {
-    code.splitlines()[0][2:]: code for code in re.findall(r"```python\n(.*?)```", TEXTS["plugins.md"], re.DOTALL)
+    code.splitlines()[0][2:]: code
+    for page in ("plugins.md", "rl.md")
+    for code in re.findall(r"```python\n(# \w+\.py\n.*?)```", TEXTS[page], re.DOTALL)
 }
-"""The plugins of docs/plugins.md, by the names of their files."""
+"""The plugins of docs/plugins.md and docs/rl.md, by the names of their files."""
 
 
 def commands(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from fxtune.kernels import gated_experts, gated_experts_triton
+from fxtune.kernels import expert_layer, gated_experts, gated_experts_triton
 from fxtune.kernels.grouped_matmul import OwnRouting, Routing
 from fxtune.kernels.swiglu import Activation
 from fxtune.kernels.token_exchange import sorted_rows
@@ -44,6 +44,13 @@ def tokens_and_rows(tokens: int, k: int, experts: int, width: int) -> Routing:
     return whole
 
 
+def layer_of(ends, b1, a2, act: Activation, bias=None) -> expert_layer.Layer:
+    """The arguments that the activation reads."""
+    given = dict(zip(("act", "alpha", "limit", "shift", "interleaved"), act, strict=True))
+    given |= dict(ends=ends, b1=b1, a2=a2, bias1=bias)
+    return expert_layer.Layer(**dict.fromkeys(expert_layer.Layer._fields) | given)
+
+
 def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activation) -> None:
     """Compare the activation forward and backward."""
     rows, experts = len(routing.back), len(routing.ends)
@@ -55,14 +62,15 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
         torch.rand(rows, 1),
     )
     bias = draw(experts, 2 * width) if act.interleaved else None
+    layer = layer_of(routing.ends, b1, a2, act, bias)
     for beside in (False, True):
         mine = gated_experts._pair(g, width, ranks[1], beside)
-        gated_experts_triton.forward(g, r1, b1, a2, bias, routing.ends, act, *mine)
-        wanted = gated_experts.activate(g, r1, b1, a2, bias, routing.ends, act, beside)
+        gated_experts_triton.forward(layer, g, r1, *mine)
+        wanted = gated_experts.activate(layer, g, r1, beside)
         torch.testing.assert_close(mine, wanted, **CLOSE)
         dg, dr1 = gated_experts._pair(g, 2 * width, ranks[0], beside)
-        dw, wh, _ = gated_experts_triton.backward(g, r1, b1, dh, dr2, a2, w, bias, routing.ends, act, dg, dr1)
-        exact = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, bias, routing.ends, act, beside)
+        dw, wh, _ = gated_experts_triton.backward(layer, g, r1, dh, dr2, w, dg, dr1)
+        exact = gated_experts.activate_backward(layer, g, r1, dh, dr2, w, beside)
         torch.testing.assert_close((dg, dr1, dw, wh), exact, rtol=2e-2, atol=5e-2)
 
 
@@ -82,12 +90,11 @@ def nan_stays(act: Activation) -> None:
     g, r1, b1, a2 = draw(2, 2 * width), draw(2, 0), draw(1, 2 * width, 0), draw(1, 0, width)
     g[0, 6] = g[1, 9] = float("nan")  # gate 3 and up 4, interleaved
     h, r2 = gated_experts._pair(g, width, 0, False)
-    gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2)
+    layer = layer_of(ends, b1, a2, act)
+    gated_experts_triton.forward(layer, g, r1, h, r2)
     assert h.isnan().nonzero().tolist() == [[0, 3], [1, 4]], h.isnan().nonzero()
     dg, dr1 = torch.empty_like(g), r2
-    dw, _, _ = gated_experts_triton.backward(
-        g, r1, b1, draw(2, width), draw(2, 0), a2, torch.ones(2, 1), None, ends, act, dg, dr1
-    )
+    dw, _, _ = gated_experts_triton.backward(layer, g, r1, draw(2, width), draw(2, 0), torch.ones(2, 1), dg, dr1)
     assert dg.isnan().any(1).all()
     assert dw.isnan().all()
 

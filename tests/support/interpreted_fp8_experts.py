@@ -9,6 +9,7 @@ import torch
 
 from fxtune.kernels import (
     expert_adapters_triton,
+    expert_layer,
     fp8,
     fp8_experts,
     fp8_experts_triton,
@@ -94,6 +95,13 @@ def products(routing: Routing, width: int, columns: int, ranks: int) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=2e-2)
 
 
+def layer_of(ends, b1, a2, act: Activation, bias=None) -> expert_layer.Layer:
+    """The arguments that the activation reads."""
+    given = dict(zip(("act", "alpha", "limit", "shift", "interleaved"), act, strict=True))
+    given |= dict(ends=ends, b1=b1, a2=a2, bias1=bias)
+    return expert_layer.Layer(**dict.fromkeys(expert_layer.Layer._fields) | given)
+
+
 def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activation) -> None:
     """Compare the activation forward and backward, with what they quantize."""
     rows, experts, ends = len(routing.back), len(routing.ends), routing.ends
@@ -101,17 +109,16 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
     a2, dh, dr2 = draw(experts, ranks[1], width, scale=0.2), draw(rows, width), draw(rows, ranks[1])
     w, factors = torch.rand(rows, 1), torch.rand(experts, 2 * width) + 0.1
     h, r2 = gated_experts._pair(g, width, ranks[1], False)
-    codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2, SMALLEST)
-    wanted, wanted_r2 = fp8_experts.activate(g, r1, b1, a2, ends, act)
+    layer = layer_of(ends, b1, a2, act)
+    codes = gated_experts_triton.forward(layer, g, r1, h, r2, SMALLEST)
+    wanted, wanted_r2 = fp8_experts.activate(layer, g, r1)
     torch.testing.assert_close(r2, wanted_r2, **CLOSE)
     close(codes, fp8.quantize_rows(h))
     close(codes, wanted)
     for given in (None, factors):
         dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
-        dw, wh, codes = gated_experts_triton.backward(
-            g, r1, b1, dh, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, given
-        )
-        exact, wanted, *others = fp8_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, ends, act, given)
+        dw, wh, codes = gated_experts_triton.backward(layer, g, r1, dh, dr2, w, dg, dr1, SMALLEST, given)
+        exact, wanted, *others = fp8_experts.activate_backward(layer, g, r1, dh, dr2, w, given)
         for mine, other in zip((dg, dr1, dw, wh), (exact, *others), strict=True):
             torch.testing.assert_close(mine, other, rtol=2e-2, atol=5e-2)
         close(codes, fp8_experts._quantized(dg, ends, given))

@@ -265,7 +265,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     starts = np.flatnonzero(is_first)
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
-    group_of = labels = keys = None
+    group_of = labels = None
+    keys = dict[str, np.ndarray]()
     slot, slots = np.searchsorted(starts, first_token), len(cu_seqlens) - 1
     if spec.shared is not None:
         assert spec.group is not None, "documents that share a prompt are a group"
@@ -299,9 +300,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         group_of=group_of,
         document_labels=labels,
         **numbers,
-        cu_seqlens_k=None if keys is None else torch.from_numpy(keys.cu_seqlens),
-        key_index=None if keys is None else torch.from_numpy(keys.index),
-        key_copies=None if keys is None else torch.from_numpy(keys.copies),
+        **{name: torch.from_numpy(values) for name, values in keys.items()},
         images=images.tensors(),
         rope_positions=None if rope_positions is None else torch.from_numpy(rope_positions),
     )

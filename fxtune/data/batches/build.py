@@ -52,22 +52,9 @@ def plan_training(
             f"train.global_batch_size={global_batch_size} must be a multiple of "
             f"train.micro_batch_size={micro_batch_size}."
         )
-    share, shares = _shares(data.held_out_shares)
     side = Side.train if any(data.held_out_shares) else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None
-    settings = StreamSettings(
-        data.sequence_length,
-        data.packs,
-        data.on_long,
-        share,
-        side,
-        data.source_weights(),
-        seed,
-        mix,
-        shares=shares,
-        distinct=data.dedup is not Dedup.off or None,
-        share_prompts=data.shares_prompts or None,
-    )
+    settings = _settings(data, data.held_out_shares, side, weights=data.source_weights(), seed=seed, mix=mix)
     grown = stages(global_batch_size, data.sequence_length, ramp, data.length_schedule)
     sizes = BatchSizes(
         micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, stages=grown
@@ -92,28 +79,20 @@ def plan_evaluation(
     leave out. `near_copies`: digests of documents that data.dedup leaves out.
     """
     data.validate()
-    share, different = _shares(shares or (1.0,))
-    everything = share == 1 and different is None
-    settings = StreamSettings(
-        data.sequence_length,
-        data.packs,
-        data.on_long,
-        0.0 if everything else share,
-        Side.all if everything else Side.held_out,
-        weights=None,
-        seed=None,
-        limit=None if everything else data.eval_limit,
-        shares=different,
-        distinct=data.dedup is not Dedup.off or None,
-        share_prompts=data.shares_prompts or None,
-    )
+    if set(shares or (1.0,)) == {1.0}:
+        settings = _settings(data, (0.0,), Side.all)
+    else:
+        settings = _settings(data, shares or (), Side.held_out, limit=data.eval_limit)
     sizes = BatchSizes(micro_batch_size, micro_batch_size, row_lengths=data.row_lengths(), pad_id=pad_id)
     return Plan(EpochStream(tables, settings, excluded, near_copies), sizes)
 
 
-def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]]:
-    """(the common share of all tables, None), or (0, the share of each table) if shares differ."""
-    return (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
+def _settings(data: DataConfig, shares: Sequence[float], side: Side, **others: Any) -> StreamSettings:
+    """`shares`: the held-out share of each table. `others`: fields of StreamSettings."""
+    common = dict(sequence_length=data.sequence_length, packing=data.packs, on_long=data.on_long, side=side)
+    common |= dict(distinct=data.dedup is not Dedup.off or None, share_prompts=data.shares_prompts or None)
+    share, different = (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
+    return StreamSettings(eval_fraction=share, shares=different, **{"weights": None, "seed": None, **common, **others})
 
 
 Accept = Callable[[list[TokenTable], list[TokenTable], DataConfig], tuple[list[TokenTable], list[TokenTable]]]

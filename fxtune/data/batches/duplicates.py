@@ -162,7 +162,6 @@ class _Shingles:
         return own if len(own) else hashes
 
     def similarity(self, one: int, other: int) -> float:
-        """The Jaccard similarity of two documents."""
         a, b = self.of(one), self.of(other)
         shared = len(np.intersect1d(a, b, assume_unique=True))
         return shared / (len(a) + len(b) - shared)

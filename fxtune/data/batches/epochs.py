@@ -147,7 +147,6 @@ class RowSequence(ABC):
         return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
     def spans(self, segments: np.ndarray) -> Spans:
-        """The documents of the segments with these indices."""
         return spans(self.tables, self.source[segments], self.segments.take(segments), self.shared)
 
     def document_counts(self, segments: np.ndarray) -> np.ndarray:

@@ -109,10 +109,7 @@ def _overlap_error(
                 for source, table, mask in zip(data.sources, tables, both, strict=True)
                 if (copy := mask & (table.held_out_by == held.hashes[document])).any()
             )
-            places = (
-                place_of_row(held.source, held.table, int(document), data),
-                place_of_row(*next(copies), data),
-            )
+            places = (place_of_row(held.source, held.table, int(document), data), place_of_row(*next(copies), data))
             pairs.append((" has the prompt of " if by_prompt else " is ").join(places))
         more = f", and {shared.sum() - MAX_SHOWN_PAIRS:,} more" if shared.sum() > MAX_SHOWN_PAIRS else ""
         lines.append(

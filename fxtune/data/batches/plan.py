@@ -123,7 +123,6 @@ class Plan:
         return float(documents) / (len(epoch) * self.stream.rows_of_group) * self.sizes.global_batch_size
 
     def stage(self, step: int) -> int:
-        """The index of the stage of a step."""
         return self.step_rows.stage(step - self.sizes.dropped)
 
     @property

@@ -53,7 +53,6 @@ class Segments:
         return len(self.start)
 
     def take(self, segments: np.ndarray) -> Segments:
-        """The segments with these indices."""
         return Segments(*(getattr(self, column.name)[segments] for column in fields(self)))
 
     @staticmethod

@@ -11,8 +11,6 @@ Rows of whole documents give the same numbers (arXiv 2410.20305). Token tables a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from fxtune.data.batches.segments import before_images, places_within
@@ -20,19 +18,6 @@ from fxtune.data.tokenized.table import TokenTable
 
 _BLOCK = 1 << 20
 """Tokens that are compared at a time."""
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The keys and values of a micro-batch's documents, taken from its tokens."""
-
-    cu_seqlens: np.ndarray
-    """int32 [slots + 1]: the first key of each document. Unused slots repeat the number of keys."""
-    index: np.ndarray
-    """int64 [capacity]: the flattened token of each key; 0 in unused entries at the end."""
-    copies: np.ndarray
-    """int64 [n, tokens]: for each token, the index of its key in its own document, and in each later document of its
-    group that attends to the token, or -1. n is the number of documents in the largest group."""
 
 
 def shared_tokens(table: TokenTable) -> np.ndarray:
@@ -70,10 +55,11 @@ def _image_digests(table: TokenTable, positions: np.ndarray) -> np.ndarray:
 
 def keys_of(
     cu_seqlens: np.ndarray, shared: np.ndarray, first: np.ndarray, place: np.ndarray, most: int, capacity: int
-) -> Keys:
-    """The keys of the documents with the bounds `cu_seqlens`, int [slots + 1]. For each document, int64 [slots]:
-    `shared`, the number of its keys that are tokens of the document `first`, and `place`, its place in its group.
-    `most`: the number of documents in the largest group."""
+) -> dict[str, np.ndarray]:
+    """The fields of Batch for the keys of the documents with the bounds `cu_seqlens`, int [slots + 1]. For each
+    document, int64 [slots]: `shared`, the number of its keys that are tokens of the document `first`, and `place`, its
+    place in its group. `most`: the number of documents in the largest group. `capacity`: the size of `key_index`;
+    unused entries at its end are 0."""
     start = cu_seqlens[:-1].astype(np.int64)
     length = shared + np.diff(cu_seqlens)
     of, within = np.repeat(np.arange(len(start)), length), places_within(length)
@@ -82,4 +68,4 @@ def keys_of(
     copies = np.full((most, int(cu_seqlens[-1])), -1)
     copies[np.where(is_own, 0, place[of]), index] = np.arange(len(index))
     bounds = np.concatenate([[0], np.cumsum(length)]).astype(np.int32)
-    return Keys(bounds, np.pad(index, (0, capacity - len(index))), copies)
+    return dict(cu_seqlens_k=bounds, key_index=np.pad(index, (0, capacity - len(index))), key_copies=copies)

@@ -24,7 +24,6 @@ class CallStyle:
 
 
 def calling(name: str, arguments: dict[str, Any] | None) -> dict[str, Any]:
-    """An assistant's message with one call."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 

@@ -56,8 +56,6 @@ the first question or the rendered text."""
 
 
 class ChatFormat(RowFormat):
-    """A format whose rows are chats."""
-
     is_chat = True
     has_lists: ClassVar[bool] = False
     """Whether lists of messages may be JSON strings, as in CSV files."""

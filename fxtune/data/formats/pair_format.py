@@ -14,31 +14,18 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fxtune.data.formats.chat_format import (
-    CHAT_COLUMNS,
-    LIST_KEYS,
-    SHAREGPT_ROLES,
-    SYSTEM_ROLES,
-    VARIABLES,
-    complete,
-    is_chat,
-    require_answer,
-    with_parsed_lists,
-)
+from fxtune.data.formats import chat_format
 from fxtune.data.formats.image_parts import COLUMNS, for_chats
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, Preference, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
-    CHOSEN,
-    REJECTED,
-    "margin",
-    *(name for pair in SCORES for name in pair),
-}
+KNOWN_COLUMNS = (chat_format.CHAT_COLUMNS - {"prompt", *chat_format.LIST_KEYS}).union(
+    (CHOSEN, REJECTED, "margin"), *SCORES
+)
 """Columns that every format of pairs reads, and columns that often repeat other columns."""
-FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
+FOR_CHATS = ("tools", "functions", chat_format.VARIABLES, *COLUMNS)
 """Columns that a row of plain texts cannot have, because they need a chat template."""
 LEAST_REPEATED = 16
 """If both texts begin with a prompt of at least this many characters, they repeat it. A shorter prompt proves nothing:
@@ -60,7 +47,7 @@ class PairFormat(RowFormat):
         """Returns (prompt and chosen answer, prompt and rejected answer), as two chats or texts. Raises RowError."""
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
-        row = with_parsed_lists(with_parsed_answers(row))
+        row = chat_format.with_parsed_lists(with_parsed_answers(row))
         used = {key: value for key, value in row.items() if key not in unused and value is not None}
         chosen, rejected = self.sides(used)
         # coverage.py searches a document for all columns of its row, so this row has no column of the other answer.
@@ -79,8 +66,8 @@ class PairFormat(RowFormat):
 
 
 def complete_answer(name: str, chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """Call complete(), and raise RowError if no turn of the answer is learned."""
-    complete(chat, row, learn)
+    """Call chat_format.complete(), and raise RowError if no turn of the answer is learned."""
+    chat_format.complete(chat, row, learn)
     if not any(chat.supervised):
         raise RowError(f"no turn of {name} is learned: its `train` or `weight`, or data.learn, switches all of it off")
 
@@ -101,7 +88,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
         advice = "Two answers need the same turns before them"
         if roles[0] != roles[1]:
             advice += f", and here one is a {roles[0]} turn, the other a {roles[1]} turn"
-        if len(chosen.messages) != len(rejected.messages) and (alone := {*roles} & {*SYSTEM_ROLES}):
+        if len(chosen.messages) != len(rejected.messages) and (alone := {*roles} & {*chat_format.SYSTEM_ROLES}):
             advice += f": write the {alone.pop()} turn in both, or in neither"
         raise RowError(f"the prompts differ: {chosen.places[common]} is not {rejected.places[common]}. {advice}")
     if not common:
@@ -120,24 +107,24 @@ def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
     if len(prompt) >= LEAST_REPEATED and all(answer.startswith(prompt) for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
     for name, answer in zip((CHOSEN, REJECTED), answers, strict=True):
-        require_answer(answer, name)
+        chat_format.require_answer(answer, name)
     chosen, rejected = (PlainText(prompt + answer, len(prompt)) for answer in answers)
     return chosen, rejected
 
 
 def is_answer(value: Any) -> bool:
     """Whether `value` may be an answer: a text, a turn or a list of turns."""
-    return isinstance(value, (str, Mapping)) or is_chat(value)
+    return isinstance(value, (str, Mapping)) or chat_format.is_chat(value)
 
 
 def is_whole_chat(value: Any) -> bool:
     """Whether `value` is a chat that begins with a prompt, and not with an answer."""
     if isinstance(value, str):
         value = json.loads(value) if _has_roles(value) else None
-    if not is_chat(value):
+    if not chat_format.is_chat(value):
         return False
     role = value[0].get("role", value[0].get("from"))
-    return isinstance(role, str) and SHAREGPT_ROLES.get(role, role) != "assistant"
+    return isinstance(role, str) and chat_format.SHAREGPT_ROLES.get(role, role) != "assistant"
 
 
 def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,7 +135,7 @@ def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_roles(text: str) -> bool:
-    return is_chat(text, "role") or is_chat(text, "from", "value")
+    return chat_format.is_chat(text, "role") or chat_format.is_chat(text, "from", "value")
 
 
 def _labels(row: Mapping[str, Any]) -> list[float]:

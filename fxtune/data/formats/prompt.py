@@ -12,14 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import (
-    CHAT_COLUMNS,
-    LIST_KEYS,
-    add_prompt,
-    complete_prompt,
-    is_chat,
-    with_parsed_lists,
-)
+from fxtune.data.formats import chat_format
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, Prompt, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_words
@@ -28,7 +21,7 @@ from fxtune.data.formats.values import RowError, parse_json, require_words
 class PromptFormat(RowFormat):
     name = "prompt"
     columns = ("prompt",)
-    known_columns = CHAT_COLUMNS
+    known_columns = chat_format.CHAT_COLUMNS
     is_group = True
     is_question = False
     keeps_names = True
@@ -40,16 +33,16 @@ class PromptFormat(RowFormat):
         return False
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
-        used = {key: value for key, value in with_parsed_lists(row).items() if key not in unused}
+        used = {key: value for key, value in chat_format.with_parsed_lists(row).items() if key not in unused}
         prompt = used.get("prompt")
-        if is_chat(prompt) and isinstance(prompt, str):
+        if chat_format.is_chat(prompt) and isinstance(prompt, str):
             prompt = parse_json(prompt, "prompt")
         if isinstance(prompt, str):
             return Prompt(PlainText(require_words(prompt, "prompt")))
         chat = Conversation()
         if prompt is not None:
-            add_prompt(chat, prompt)
-        elif any(used.get(key) is not None for key in LIST_KEYS):
+            chat_format.add_prompt(chat, prompt)
+        elif any(used.get(key) is not None for key in chat_format.LIST_KEYS):
             chat = MessagesFormat().turns(used)
         else:
             raise RowError(
@@ -58,6 +51,6 @@ class PromptFormat(RowFormat):
         if chat.messages[-1]["role"] not in ("user", "tool"):
             raise RowError(f"{chat.places[-1]}: a prompt ends with a turn of the user or of a tool")
         chat.row = row
-        complete_prompt(chat, used)
+        chat_format.complete_prompt(chat, used)
         chat.asks = True
         return Prompt(chat)

@@ -72,7 +72,6 @@ class DataFile:
 
 
 def data_file(path: Path, kind: str, name: str | None = None) -> DataFile:
-    """Describe an existing file."""
     stamp = _stamp(path)
     return DataFile(path, name or str(path), kind, stamp[0], stamp)
 

@@ -29,8 +29,6 @@ LONGEST = 256
 
 @dataclass(frozen=True)
 class ShortQuestion:
-    """A question of the data that has a short answer."""
-
     prompt: list[int]
     """Token ids before the answer."""
     answer_tokens: int

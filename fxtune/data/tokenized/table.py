@@ -195,7 +195,6 @@ class TokenTable:
         return int(embedded["bytes"][first].sum())
 
     def image(self, index: int) -> ImageReference:
-        """Image number `index` of `images`."""
         assert self.images is not None
         found = self.images[index]
         stored = self._blob[int(found["at"]) : int(found["at"] + found["bytes"])].tobytes()
@@ -325,8 +324,6 @@ class EncodedShard:
 
 
 class ShardBuilder:
-    """Collects the documents of a shard."""
-
     def __init__(self) -> None:
         self._ids, self._supervised = list[np.ndarray](), list[np.ndarray]()
         self._digests, self._prompts, self._images = list[int](), list[int](), list[PlacedImage]()

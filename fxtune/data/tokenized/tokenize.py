@@ -80,10 +80,7 @@ def tokenize(
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     opened.keeps_images = images is not None
     options = dict(
-        learn=data.learn,
-        unused=source.unused,
-        on_rewritten=data.on_rewritten,
-        instruction=source.instruction or "",
+        learn=data.learn, unused=source.unused, on_rewritten=data.on_rewritten, instruction=source.instruction or ""
     )
     if source.instruction and not opened.format().is_compared:
         raise DataError(
@@ -175,30 +172,21 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         encoder.templates.source or tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
-    if converter := source.config.plugin_format:
-        settings.append({"row format": [converter, ROW_FORMATS.added()[converter].identity]})
-    if encoder.system is not None:
-        settings.append({"system": encoder.system})
-    if written := encoder.written_times():
-        settings.append({"strftime_now": written})
-    if encoder.learn != LearnConfig():
-        learn = asdict(encoder.learn)
-        if not learn["since_last_question"]:
-            del learn["since_last_question"]  # older versions have no such key and the same tokens
-        settings.append({"learn": learn})
-    if encoder.variables:
-        settings.append({"chat template kwargs": encoder.variables})
-    if encoder.format.answers:
-        settings.append("digests of prompts")
-    if encoder.images is not None:
-        folders = sorted({os.path.realpath(folder) for folder in encoder.folders.values()})
-        settings.append({"images": [IMAGES_VERSION, encoder.images.identity, folders]})
-    if encoder.instruction:
-        settings.append({"instruction": encoder.instruction})
-    if encoder.tools:
-        settings.append({"tools": encoder.tools})
-    if encoder.on_rewritten is not OnRewritten.split:
-        settings.append({"on rewritten": encoder.on_rewritten.value})
+    learn = {name: value for name, value in asdict(encoder.learn).items() if value or name != "since_last_question"}
+    converter, folders = source.config.plugin_format, {os.path.realpath(path) for path in encoder.folders.values()}
+    newer = {
+        "row format": [converter, ROW_FORMATS.added()[converter].identity] if converter else None,
+        "system": encoder.system,
+        "strftime_now": encoder.written_times() or None,
+        "learn": learn if encoder.learn != LearnConfig() else None,
+        "chat template kwargs": encoder.variables or None,
+        "digests of prompts": bool(encoder.format.answers) or None,
+        "images": [IMAGES_VERSION, encoder.images.identity, sorted(folders)] if encoder.images else None,
+        "instruction": encoder.instruction or None,
+        "tools": encoder.tools or None,
+        "on rewritten": None if encoder.on_rewritten is OnRewritten.split else encoder.on_rewritten.value,
+    }
+    settings += [name if value is True else {name: value} for name, value in newer.items() if value is not None]
     return settings
 
 

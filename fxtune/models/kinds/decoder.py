@@ -137,8 +137,7 @@ class Decoder:
 
     def head_of(self, model: Any) -> nn.Module | None:
         """The head of a model without adapters; None if nothing comes after the backbone."""
-        head: nn.Module | None = model.get_output_embeddings()
-        return head
+        return model.get_output_embeddings()
 
     def beside_text(self, model: Any) -> list[nn.Parameter]:
         """The parameters of a model without adapters that no text reaches. They are outside of its decoder and
@@ -174,8 +173,7 @@ class Decoder:
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """The head's numbers for each token, [rows, tokens, numbers]. `model`: with adapters or without."""
-        logits: torch.Tensor = model(**inputs).logits
-        return logits
+        return model(**inputs).logits
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
         """The weights that training draws at random, among the weights `missing` in a base's files."""

@@ -39,8 +39,7 @@ class Embedder(OtherHead):
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """The last hidden state of each token."""
-        states: torch.Tensor = model(**inputs)[0]
-        return states
+        return model(**inputs)[0]
 
     def use(self, labels: list[str]) -> str:
         return USE

@@ -50,33 +50,23 @@ class Family:
     """Whether the model takes a mask for each kind of layer."""
 
 
-def _bert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.dropout(model.bert.pooler(states[:, None]))
-    return features
-
-
 def _roberta(model: Any, states: Tensor) -> Tensor:
     head = active(model.classifier)
     states = head.dropout(states).to(head.dense.weight.dtype)
-    features: Tensor = head.dropout(torch.tanh(head.dense(states)))
-    return features
-
-
-def _modernbert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.drop(model.head(states))
-    return features
-
-
-def _eurobert(model: Any, states: Tensor) -> Tensor:
-    features: Tensor = model.activation(model.dense(states))
-    return features
+    return head.dropout(torch.tanh(head.dense(states)))
 
 
 _ROBERTA = Family(_roberta, "classifier.out_proj", ("classifier",), counts_from_padding=True)
 FAMILIES = {
-    "bert": Family(_bert, "classifier", ("pooler", "classifier")),
-    "eurobert": Family(_eurobert, "classifier", ("dense", "classifier")),
-    "modernbert": Family(_modernbert, "classifier", ("head", "classifier"), masks_by_layer=True),
+    "bert": Family(
+        lambda model, states: model.dropout(model.bert.pooler(states[:, None])), "classifier", ("pooler", "classifier")
+    ),
+    "eurobert": Family(
+        lambda model, states: model.activation(model.dense(states)), "classifier", ("dense", "classifier")
+    ),
+    "modernbert": Family(
+        lambda model, states: model.drop(model.head(states)), "classifier", ("head", "classifier"), masks_by_layer=True
+    ),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
@@ -115,8 +105,7 @@ class Encoder(Embedder):
         return {"full_attention": mask(0), "sliding_attention": mask(config.sliding_window + 1)}
 
     def backbone(self, model: Any) -> nn.Module:
-        body: nn.Module = model.base_model
-        return body
+        return model.base_model
 
     def layers(self, model: Any) -> list[nn.Module]:
         return [layer for layers in layer_lists(self.backbone(model), model.config) for layer in layers]
@@ -155,8 +144,7 @@ class EncoderScorer(Scorer, Encoder):
         head: Any = model
         for name in FAMILIES[model.config.model_type].last.split("."):
             head = getattr(active(head), name)
-        linear: nn.Module = head
-        return linear
+        return head
 
     def head_modules(self, config: Any) -> tuple[str, ...]:
         return FAMILIES[config.model_type].head

@@ -87,8 +87,7 @@ class Scorer(OtherHead):
         return USE if labels == [SCORE_LABEL] else CLASSIFIER_USE
 
     def head_of(self, model: Any) -> nn.Module | None:
-        head: nn.Module | None = getattr(model, "score", None)
-        return head
+        return getattr(model, "score", None)
 
     def numbers(self, model: Any, states: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         states, linear = states.index_select(0, last), active(self.head_of(model))
@@ -99,8 +98,7 @@ class Scorer(OtherHead):
         """A score for each token of a row: of the text up to that token. transformers returns only the score of a
         row's last token."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        scores: torch.Tensor = base.score(self.backbone(base)(**inputs)[0])
-        return scores
+        return base.score(self.backbone(base)(**inputs)[0])
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
         return [name for name in missing if name == SCORE]

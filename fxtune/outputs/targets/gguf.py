@@ -120,7 +120,6 @@ class GgufTarget(Target):
         return f"llama-server {shlex.join(self._words(file))}"
 
     def _words(self, file: Path) -> list[str]:
-        """The arguments of llama-server for a GGUF file."""
         words = ["-m", str(file), "-c", str(self.source.length), "--jinja"]
         if variables := self.source.data.chat_template_kwargs:
             words += ["--chat-template-kwargs", json.dumps(variables)]

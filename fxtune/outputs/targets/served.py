@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -165,9 +166,9 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
             for mine, ids, ended in zip(served, plain.ids, plain.ended, strict=True)
             if ended and mine.ids[: len(ids)] == ids
         ),
-        "kl": _mean([_divergence(row, answer.first) for row, answer in zip(plain.first, served, strict=True)]),
+        "kl": fmean([_divergence(row, answer.first) for row, answer in zip(plain.first, served, strict=True)]),
         "right": exact_match(texts, questions),
-        "perplexity": math.exp(-_mean(rated)) if rated else None,
+        "perplexity": math.exp(-fmean(rated)) if rated else None,
     }
     return {name: value for name, value in figures.items() if value is not None}
 
@@ -189,12 +190,8 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _share(values: Iterable[bool]) -> float | None:
-    return _mean(found) if (found := [float(value) for value in values]) else None
+    return fmean(found) if (found := [float(value) for value in values]) else None
 
 
 def _rated(server: Server, question: Question, tokenizer: Any) -> list[float]:

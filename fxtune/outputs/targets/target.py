@@ -49,8 +49,6 @@ class ExportOptions:
 
 @dataclass
 class Exported:
-    """The files of an export, and the figures of its server."""
-
     folder: Path
     kind: str
     """`adapter`, `merged model`, or the kind of the files."""

@@ -107,8 +107,6 @@ class VllmTarget(Target):
 
 @dataclass(frozen=True)
 class VllmServer(Server):
-    """See Server (served.py)."""
-
     client: Client
     model: str
 

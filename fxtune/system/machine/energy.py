@@ -95,7 +95,6 @@ class EnergyMeter:
             self._thread.start()
 
     def read(self) -> Reading:
-        """What was measured so far."""
         with self._lock:
             self._sample()
             gpu: float | None = self._joules if self._power else None

@@ -152,13 +152,7 @@ class RowsPerPass:
         free_cached_memory(self.device)
 
     def halve(
-        self,
-        part: str,
-        rows: int,
-        found: MemoryExhausted,
-        total: int | None = None,
-        hint: str = "",
-        multiple: int = 1,
+        self, part: str, rows: int, found: MemoryExhausted, total: int | None = None, hint: str = "", multiple: int = 1
     ) -> int:
         """Reduce `part` to about half of `rows`, note this with `hint`, and return the new rows. Raises `error` if
         `rows` cannot be halved.

@@ -116,7 +116,6 @@ def short_name(kernel: str) -> str:
 
 
 def _profile(run: Callable[[], Any]) -> list[Any]:
-    """All events of `run`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library logs each start and stop to stderr
     cuda = _uses_cuda()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

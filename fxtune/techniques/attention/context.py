@@ -79,8 +79,7 @@ def _exchanging(backend: Backend, plain: Optional[Callable[..., Any]]) -> Callab
         if not context_group:
             if position_ids is not None:
                 options["position_ids"] = position_ids
-            whole: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
-            return whole
+            return attend(module, query, key, value, attention_mask, **options)
         cu_seqlens = options.get("cu_seq_lens_q")
         if cu_seqlens is None:
             raise ConfigError(

@@ -35,8 +35,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> tupl
     """hidden_states [rows, length, d]. The second result is a state for a cache."""
     assert not args, "lightning attention takes keywords only"
     if given.get("cache") is not None or given.get("past_key_values") is not None:
-        result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, **given)
-        return result
+        return type(self).forward(self, hidden_states, **given)
     heads, qkv = self.num_attention_heads, self.act_fn(self.qkv_proj(hidden_states))
     mask = given.get("attention_mask")
     if mask is not None:  # [rows, length], false for padding

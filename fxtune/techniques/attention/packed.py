@@ -27,12 +27,11 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
+from fxtune.kernels.flash4 import Options
 
-Core = Callable[
-    [Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor], Optional[Tensor], bool, float], Tensor
-]
-"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k, causal, dropout) -> out. q, k, v and out are
-[rows, length, heads, d]. With `cu_seqlens_k`, k and v are [1, keys, heads, d]. See kernels/flash4.py."""
+Core = Callable[[Tensor, Tensor, Tensor, Options, float], Tensor]
+"""(q, k, v, options with `cu_seqlens`, dropout) -> out. q, k, v and out are [rows, length, heads, d]. With
+`cu_seqlens_k`, k and v are [1, keys, heads, d]."""
 
 
 def register(implementation: str, core: Core, sinks: bool = False, dropout: bool = False) -> None:
@@ -70,9 +69,9 @@ def document_mask(
     return ((document[:, :, None] == document[:, None, :]) & seen & (back < (window or length))).unsqueeze(1)
 
 
-def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
+def one_document_a_row(rows: int, cu_seqlens: Tensor | None) -> bool:
     """Whether each row is one document: the numbers of documents and rows are equal."""
-    return len(cu_seqlens) == rows + 1
+    return cu_seqlens is not None and len(cu_seqlens) == rows + 1
 
 
 @functools.cache
@@ -137,7 +136,8 @@ def _attend(
         bounds = cu_seq_lens_k
         key, value = (_SelectKeys.apply(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux, bounds, causal, dropout)
+    options = Options(cu_seq_lens_q, query.shape[1], scale, window, softcap or 0.0, s_aux, bounds, causal)
+    return core(query, key, value, options, dropout)
 
 
 class _SelectKeys(torch.autograd.Function):

@@ -37,16 +37,14 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-    out: Tensor = attention_operator("_flash_attention_forward")(
+    return attention_operator("_flash_attention_forward")(
         q, k, v, bounds, bounds, longest, longest, 0.0, False, False, scale=scale
     )[0]
-    return out
 
 
 def flash4(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
     """Attention by FlashAttention-4. On a CPU plain torch computes it image by image."""
-    out: Tensor = kernel.flash4(q, k, v, bounds, longest, scale, 0, 0.0, causal=False)[0]
-    return out
+    return kernel.flash4(q, k, v, bounds, longest, scale, 0, 0.0, causal=False)[0]
 
 
 CORES: dict[str, tuple[Core, Backend]] = {

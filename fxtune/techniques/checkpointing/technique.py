@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.estimate import step_time
-from fxtune.estimate.memory import Need, forecast
+from fxtune.estimate.memory import HOST_SHARE, Need, forecast, host_for_activations
 from fxtune.facts.execution import Execution
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
@@ -46,8 +46,6 @@ from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
-HOST_SHARE = 0.8
-"""The share of the host's memory that offloaded tensors may fill."""
 TILES = (4, 16)
 """The values of mlp_tiles that `auto` tries."""
 MEMORY_SHARE = 0.95
@@ -143,16 +141,16 @@ class Checkpointing(CheckpointingOptions, Technique):
                 f"offload: the last layer's input stays, and with {layers} layers and every={self.every} no other "
                 "layer sends. Set it to none."
             )
-        elif facts.device == "cuda" and self._senders_that_fit(facts, plan) == 0:
-            limit = HOST_SHARE * facts.host_memory / GIB
+        room, beside = host_for_activations(facts), " without the optimizer's moments" * (facts.optimizer.slots > 0)
+        if facts.device == "cuda" and room and self._senders_that_fit(facts, plan) == 0:
             yield (
-                f"offload: not one layer's tensors fit into {limit:.1f} GiB, {HOST_SHARE:.0%} of the host's memory. "
-                "Set it to none, or shorten data.sequence_length."
+                f"offload: not one layer's tensors fit into {room / GIB:.1f} GiB, {HOST_SHARE:.0%} of the host's "
+                f"memory{beside}. Set it to none, or shorten data.sequence_length."
             )
 
     def _senders_that_fit(self, facts: Facts, plan: RecomputePlan) -> int | None:
         """How many layers, from the first, may send tensors to the host's memory; None if all may."""
-        return step_time.limit_senders(facts, plan, HOST_SHARE * facts.host_memory)[0].senders
+        return step_time.limit_senders(facts, plan, host_for_activations(facts))[0].senders
 
     def _check_tiles(self, facts: Facts) -> Iterator[str]:
         layer = layer_of(facts.model)
@@ -192,7 +190,7 @@ class Checkpointing(CheckpointingOptions, Technique):
                 self.senders = self._senders_that_fit(facts, self.plan)
             return f"{self.description()}, as the host has room for" if self.senders is not None else None
         candidates = list(self._candidates(facts))
-        host = HOST_SHARE * facts.host_memory
+        host = host_for_activations(facts)
         with_margin = replace(facts, free_memory=int(MEMORY_SHARE * facts.free_memory))
         choice = step_time.fastest(with_margin, candidates, host) or step_time.fastest(facts, candidates, host)
         if choice is None:  # no plan fits by the forecast, which may be wrong: try the smallest plan
@@ -425,6 +423,6 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _used(facts: Facts, need: Need) -> str:
-    host = f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
+    host = f" and {need.pinned / GIB:.1f} GiB of host memory" if need.pinned else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
     return f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host} ({parts})"

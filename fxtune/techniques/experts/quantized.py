@@ -28,6 +28,7 @@ from fxtune.distributed.sharding import OWN
 from fxtune.distributed.world import World
 from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels import fp8_experts
+from fxtune.kernels.fp8 import MULTIPLE
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, pack_mxfp4, unpack
@@ -35,22 +36,13 @@ from fxtune.models.experts import FIRST, LAST
 from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
 from fxtune.techniques.experts.adapted import run_grouped
-from fxtune.techniques.experts.run import (
-    OwnExperts,
-    biases_of,
-    halves_of,
-    no_adapter,
-    one_operator,
-    run_experts,
-)
+from fxtune.techniques.experts.run import OwnExperts, biases_of, halves_of, no_adapter, one_operator, run_experts
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
 Storage = tuple[torch.dtype, torch.device, bool]
 """(compute, device, transpose): the arguments of quantized_modules.quantized() after `kind`."""
 TENSORS = (FIRST[0], LAST)
 FP8 = "fp8"
-MULTIPLE = 16
-"""In fp8 both sizes of an expert's matrices must be multiples of this number."""
 SMALL = 2**24
 """Beside experts in fp8, linears stay in 16 bits if each has fewer weights than this number. Such linears take hardly
 any memory, and an fp8 product saves about the time that the quantized input and a separate adapter cost (by
@@ -98,7 +90,7 @@ def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[Quantiz
     For weights without memory `kind` must be fp8, and the error is 0. models/shards.py later reads these experts into
     the module.
 
-    `storage`: fp8 on a GPU takes bfloat16 for `compute`; for `transpose` see fp8_experts.Weights.
+    `storage`: fp8 on a GPU takes bfloat16 for `compute`; for `transpose` see fp8.Weight.
     """
     compute, device, transpose = storage
     made, error = in_place_of(experts, kind, compute), 0.0
@@ -246,8 +238,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
         ]
         codes, pair, act = self.stored_weights(), (halves[0], halves[1]), self.expert_act
         if in_fp8:
-            in_both = fp8_experts.Weights(*codes[0]), fp8_experts.Weights(*codes[1])
-            result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act, keep=keep)
+            result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, codes, pair, act, keep=keep)
         else:
             biases = biases_of(self, dtype)
             result = gated_experts(
@@ -285,7 +276,7 @@ class Fp8Experts(StoresRows, QuantizedExperts):
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """A tensor of _hold_nothing() in the shape of fp8_experts.Weights."""
+    """A tensor of _hold_nothing() in the shape of fp8.Weight."""
     return tensor.squeeze(-1) if tensor.dim() == 4 else tensor
 
 

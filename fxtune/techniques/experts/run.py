@@ -155,8 +155,7 @@ def _number(experts: Any, *names: str) -> float:
 def _own(experts: Any, name: str) -> torch.Tensor:
     """The part of the tensor `name` with the experts that this rank holds."""
     held = getattr(experts, OWN, {})
-    tensor: torch.Tensor = held[name] if name in held else getattr(experts, name)
-    return tensor
+    return held[name] if name in held else getattr(experts, name)
 
 
 def _matrices(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,10 +53,7 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
         else:
             tensors = grouped(bases)
         packed = tuple(f"packed{index}" for index in range(len(tensors)))
-        self.names: tuple[str, ...] = {
-            DENSE: ("weight",),
-            "fp8": FP8_TENSORS[: len(tensors)],
-        }.get(self.kind, packed)
+        self.names: tuple[str, ...] = {DENSE: ("weight",), "fp8": FP8_TENSORS[: len(tensors)]}.get(self.kind, packed)
         for name, tensor in zip(self.names, tensors, strict=True):
             if name == "weight":
                 self.weight = nn.Parameter(tensor, requires_grad=False)

@@ -56,7 +56,6 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def _adapters(linears: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """lora_A, lora_B and scaling of each linear."""
     return (
         [linear.lora_A[ADAPTER].weight for linear in linears],
         [linear.lora_B[ADAPTER].weight for linear in linears],

@@ -274,7 +274,6 @@ def _files_are_converted(model: Any) -> bool:
 
 
 def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> Any:
-    """The options as peft's LoraConfig."""
     saved = [*lora.modules_to_save, *kind_of(model.config).head_modules(model.config)]
     with alone() as peft:
         return peft.LoraConfig(

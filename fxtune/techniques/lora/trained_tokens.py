@@ -128,8 +128,6 @@ def without_gradient(adapted: nn.Module, input_ids: torch.Tensor) -> set[str]:
 
 
 class Observed(NamedTuple):
-    """The results of observe()."""
-
     learning: int
     """Rows with a gradient, over all matrices."""
     expected: int

@@ -9,17 +9,12 @@ from torch import nn
 
 from fxtune.facts.options import DType, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
+from fxtune.kernels.fp8 import MULTIPLE
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.lora.targets import matches
-from fxtune.techniques.quantize.selection import (
-    expert_weights,
-    experts_refusal,
-    linears_of,
-    takes_experts,
-    takes_rows,
-)
+from fxtune.techniques.quantize.selection import expert_weights, experts_refusal, linears_of, takes_experts, takes_rows
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 PACKAGE = "bitsandbytes"
@@ -28,8 +23,6 @@ OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
 WITHOUT_FP8 = "techniques.quantize.enabled=false, or parallel.shard=1 with techniques.quantize.type=nf4 or int8"
 """What to set if weights should be divided over ranks but fp8 cannot run. Of these types only fp8 can be divided."""
-MULTIPLE = 16
-"""Both sizes of a matrix in an fp8 product must be multiples of this number."""
 
 
 def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:

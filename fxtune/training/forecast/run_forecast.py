@@ -25,12 +25,7 @@ from fxtune.errors import UserError
 from fxtune.estimate.cards import rates
 from fxtune.estimate.cpu_speed import cpu_speed
 from fxtune.estimate.memory import BYTES, Need, beside_of, shape_of, trained_parameters
-from fxtune.estimate.step_time import (
-    forward_seconds,
-    image_seconds,
-    micro_batch_seconds,
-    update_seconds,
-)
+from fxtune.estimate.step_time import forward_seconds, image_seconds, micro_batch_seconds, update_seconds
 from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageWork
@@ -165,7 +160,7 @@ class RunForecast:
 
     @property
     def fits(self) -> bool:
-        return self.need.device <= self.facts.free_memory and self.need.host <= self.facts.host_memory
+        return self.need.device <= self.facts.free_memory and self.need.pinned <= self.facts.host_memory
 
     @property
     def seconds(self) -> float | None:

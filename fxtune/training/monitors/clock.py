@@ -76,7 +76,6 @@ class RunClock:
         self._first = self._last = (step, 0.0)
 
     def stop(self) -> None:
-        """Note that the training loop ends."""
         self._loop_ended = self._clock()
 
     def reached(self, step: int) -> None:

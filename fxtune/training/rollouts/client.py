@@ -20,6 +20,8 @@ Asked = TypeVar("Asked")
 
 CONNECTIONS = 256
 """Requests that a server gets at once. It queues what it cannot compute."""
+TRIES = 3
+"""How often a request is sent before the run ends."""
 WAIT_SECONDS = 5.0
 """The pause before a request is sent again."""
 START_SECONDS = 900.0
@@ -38,8 +40,6 @@ class ServerError(Exception):
 
 
 class Client:
-    """Calls one server."""
-
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
         # A proxy of the environment would not reach this machine.

@@ -390,7 +390,6 @@ class Collector:
         return figures | {f"metric/{name}": float(np.mean(values)) for name, values in logged.items()}
 
     def _means(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Mean figures of scored answers."""
         figures = {
             "reward": float(np.mean([answer.reward for answer in answers])),
             "truncated": float(np.mean([not answer.finished for answer in answers])),

@@ -40,8 +40,6 @@ RECORD = np.dtype([("sampled", "<f4"), ("advantages", "<f4")])
 
 @dataclass
 class Answer:
-    """An answer that the sampler wrote."""
-
     where: str
     """File and line of the prompt's row."""
     group: int

@@ -96,7 +96,6 @@ def _task(loaded: Any, data: Any) -> Any:
 
 
 def _prompt(task: Any) -> list[Any]:
-    """The messages of the task's prompt."""
     import verifiers.v1 as vf
 
     prompt, system = task.data.prompt, task.data.system_prompt

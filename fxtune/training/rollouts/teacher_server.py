@@ -13,10 +13,7 @@ import numpy as np
 from fxtune.config.root import Config, SamplerConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
-
-TRIES = 3
-"""How often a text is sent before the run ends."""
+from fxtune.training.rollouts.client import TRIES, Client, ServerError, clients_of, side_by_side
 
 
 class TeacherServer:

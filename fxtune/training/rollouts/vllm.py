@@ -43,13 +43,11 @@ from fxtune.models.structure import base_dtype
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process
 from fxtune.system.terminal.progress import Phase, phase
-from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
+from fxtune.training.rollouts.client import TRIES, Client, ServerError, clients_of, side_by_side
 from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
 from fxtune.training.rollouts.folder import Answer
 from fxtune.training.rollouts.server_process import start_server
 
-TRIES = 3
-"""How often a request is sent before the run ends."""
 WHOLE_DISTRIBUTION = {
     **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -76,7 +74,6 @@ def require_ready(config: Config, tokenizer: Any) -> None:
 
 
 def _clients(config: Config) -> list[Client]:
-    """A client for each server of sampler.url."""
     return clients_of(config.sampler.url or "", config.sampler.request_seconds)
 
 
@@ -339,7 +336,6 @@ def _program(config: Config) -> Path:
 
 
 def _name_of(weights_version: str) -> str:
-    """The name of an adapter in vLLM."""
     return f"fxtune-{weights_version[:16]}"
 
 
@@ -360,7 +356,6 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 def how_to_start(config: Config) -> str:
-    """How to start a server."""
     variables = " ".join(f"{name}={value}" for name, value in _environment(config).items())
     return f"Start it with {variables} and {' '.join(_flags(config))}"
 

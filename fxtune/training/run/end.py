@@ -95,7 +95,6 @@ class RunEnd:
         """The largest share of the time that evaluations may take; 0: no limit."""
 
     def evaluation_due(self, step: int, schedule: Schedule) -> bool:
-        """Whether to evaluate after `step` steps."""
         interval = self.state.ending.get("interval") or self._least_interval(schedule)
         return step == schedule.last or (interval > 0 and step % interval == 0)
 

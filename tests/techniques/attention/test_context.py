@@ -16,6 +16,7 @@ from support.tables import natural, training
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.kernels.flash4 import Options
 from fxtune.models.dims import key_copies
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
@@ -48,7 +49,8 @@ def test_attention_on_pieces_is_attention_on_the_row(cut, backend, window):
     options = dict(
         scaling=8**-0.5, sliding_window=window or None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS, is_causal=True
     )
-    expected = flash4.attend(*(x.transpose(1, 2) for x in inputs), STARTS, 8**-0.5, window, 0.0)
+    whole = Options(STARTS, LENGTH, 8**-0.5, window, 0.0)
+    expected = flash4.attend(*(x.transpose(1, 2) for x in inputs), whole)
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
 
     def work(rank, group):

@@ -85,6 +85,8 @@ def test_packed_documents_equal_each_alone(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "nemotron_h"])
 def test_compiled_layers_are_one_graph_whatever_the_documents(kind):
+    if kind != "qwen3_5_text" and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("this torch cannot trace the experts that transformers has for a CPU")
     model, compiled = built(kind), built(kind)
     graphs = CompileCounterWithBackend("aot_eager")
     for each in (model, compiled):

@@ -10,6 +10,7 @@ from support.attention import unchecked
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
+from fxtune.kernels.flash4 import Options
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.attention.backends import cudnn, flash4, sdpa
 from fxtune.techniques.attention.inputs import model_inputs
@@ -20,7 +21,7 @@ from fxtune.techniques.pipeline import make_probe
 def test_sinks_of_any_dtype_reach_flash4_in_bfloat16(dtype):
     q, k, v = torch.randn(3, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     sinks, bounds = torch.tensor([0.1, 1.7], requires_grad=True), torch.tensor([0, 5], dtype=torch.int32)
-    out = flash4.attend(q, k, v, bounds, 0.3, 0, 0.0, sinks)
+    out = flash4.attend(q, k, v, Options(bounds, 5, 0.3, 0, 0.0, sinks))
     rounded = sinks.detach().bfloat16()
     assert torch.equal(out, torch.ops.fxtune.flash4(q, k, v, None, 5, 0.3, 0, 0.0, rounded)[0])
     assert not torch.equal(rounded.float(), sinks)
@@ -129,8 +130,8 @@ def test_cudnn_runs_packed_rows_document_by_document(monkeypatch):
     cudnn.CUDNN.prepare()
     q, k, v = (torch.randn(2, 80, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu_seqlens = torch.tensor([0, 1, 70, 80, 159, 160, 160, 160], dtype=torch.int32)
-    out = cudnn.attend(q, k, v, cu_seqlens, 0.3, 0, 0.0)
-    expected = flash4.attend(q, k, v, cu_seqlens, 0.3, 0, 0.0)
+    out = cudnn.attend(q, k, v, Options(cu_seqlens, 80, 0.3, 0, 0.0))
+    expected = flash4.attend(q, k, v, Options(cu_seqlens, 80, 0.3, 0, 0.0))
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(
         torch.autograd.grad(out.sin().sum(), (q, k, v)),
@@ -154,8 +155,9 @@ def test_torch_flash_attention_is_called_by_its_schema():
     q, k, v = (torch.randn(2, 80, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
     for window in (0, 5):
-        assert sdpa.attend(q, k, v, cu_seqlens, 0.3, window, 0.0).shape == (2, 80, 4, 16)
-    assert sdpa.attend(q, k, v[..., :8], cu_seqlens, 0.3, 0, 0.0).shape == (2, 80, 4, 8)
-    keys = [torch.randn(1, 200, 2, 16, device="meta", dtype=torch.bfloat16) for _ in "kv"]
-    assert sdpa.attend(q, *keys, cu_seqlens, 0.3, 5, 0.0, None, cu_seqlens).shape == (2, 80, 4, 16)
+        assert sdpa.attend(q, k, v, Options(cu_seqlens, 80, 0.3, window, 0.0)).shape == (2, 80, 4, 16)
+    assert sdpa.attend(q, k, v[..., :8], Options(cu_seqlens, 80, 0.3, 0, 0.0)).shape == (2, 80, 4, 8)
+    keys, values = (torch.randn(1, 200, 2, 16, device="meta", dtype=torch.bfloat16) for _ in "kv")
+    options = Options(cu_seqlens, 80, 0.3, 5, 0.0, cu_seqlens_k=cu_seqlens)
+    assert sdpa.attend(q, keys, values, options).shape == (2, 80, 4, 16)
     assert cudnn._rows(q, k, v, 0.3).shape == (2, 80, 4, 16)

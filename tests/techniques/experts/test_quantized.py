@@ -23,7 +23,8 @@ from fxtune.estimate.memory import RecomputePlan, forecast
 from fxtune.estimate.step_time import layer_time
 from fxtune.export.save import save_model
 from fxtune.facts.options import DType, Switch, WeightFormat
-from fxtune.kernels.fp8_experts import Weights, dequantize_experts
+from fxtune.kernels.fp8 import Weight
+from fxtune.kernels.fp8_experts import dequantize_experts
 from fxtune.models.experts import experts_of
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
@@ -74,7 +75,7 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
     assert {one.stored_as for one in experts} == {"fp8"}
     for one, other in zip(experts, experts_of(plain), strict=True):
         for codes, exact in zip(one.stored_weights(), (other.gate_up_proj, other.down_proj), strict=True):
-            weights = Weights(*codes)
+            weights = Weight(*codes)
             found = dequantize_experts(weights.codes, weights.scales, torch.float32)
             assert 0 < (found - exact).norm() / exact.norm() < 0.04
             assert (weights.back is None) is not transposes

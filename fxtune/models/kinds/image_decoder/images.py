@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape
 from fxtune.models.kinds.image_decoder.families import FAMILIES, Tensors, in_one_row
-from fxtune.models.kinds.image_decoder.positions import rope_positions
 from fxtune.system.process.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -67,7 +66,7 @@ class Images:
         if not FAMILIES[config.model_type].m_rope:
             return None
         return partial(
-            rope_positions, image_token=config.image_token_id, merged=config.vision_config.spatial_merge_size
+            _rope_positions, image_token=config.image_token_id, merged=config.vision_config.spatial_merge_size
         )
 
     def merge(self, config: Any) -> Callable[[Sequence[Tensors]], Tensors]:
@@ -169,3 +168,33 @@ def _example(base: Any) -> Tensors:
     encoder = base.model.get_submodule(FAMILIES[base.config.model_type].encoder)
     device = next(encoder.parameters()).device
     return {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}
+
+
+def _rope_positions(ids: torch.Tensor, images: Tensors, image_token: int, merged: int) -> torch.Tensor:
+    """M-RoPE positions (arXiv 2409.12191, 2.1), int64 [3, tokens], of one document: time, row and column.
+
+    Each token of text is one step on all axes. A token of an image has the position where the image begins, plus its
+    row and its column. The text after an image begins at that position plus the larger of the image's height and
+    width.
+
+    Args:
+        ids: int64 [tokens].
+        images: has `image_grid_thw`, int64 [images, 3]: frames, rows and columns of each image in patches.
+        image_token: the id of the placeholder.
+        merged: how many patches on a side become one token.
+    """
+    if not images:
+        return torch.arange(len(ids), device=ids.device).expand(3, -1)
+    grid = images["image_grid_thw"].to(ids.device)
+    grid = torch.stack([grid[:, 0], grid[:, 1] // merged, grid[:, 2] // merged])  # [3, images], in tokens
+    of_image = (ids == image_token).nonzero().flatten()
+    counts = grid.prod(0)
+    image = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
+    index = torch.arange(len(of_image), device=ids.device) - (counts.cumsum(0) - counts)[image]
+    rows, columns = grid[1, image], grid[2, image]
+    step = torch.ones_like(ids)
+    step[of_image] = 0
+    step[of_image[counts.cumsum(0) - 1]] = grid[1:].amax(0)
+    positions = (step.cumsum(0) - step).repeat(3, 1)
+    positions[:, of_image] += torch.stack([index // (rows * columns), index // columns % rows, index % columns])
+    return positions

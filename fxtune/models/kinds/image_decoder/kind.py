@@ -46,8 +46,7 @@ class ImageDecoder(Decoder):
         return BesideOfImages.of(self.images, model, super().beside(model).parameters)
 
     def body(self, model: Any) -> nn.Module:
-        body: nn.Module = model.model
-        return body
+        return model.model
 
     def untrained_parts(self, config: Any) -> str:
         return "its language model and head are trained; its vision encoder and projector stay (optimizer.lr_vision)"

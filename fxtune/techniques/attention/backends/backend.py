@@ -181,10 +181,7 @@ def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
     elif version is None:
         yield f"needs the package {package.name}", f"Install it: {package.install}"
     elif package.version and version != package.version:
-        yield (
-            f"needs {package.name} {package.version}, and {version} is installed",
-            f"Install it: {package.install}",
-        )
+        yield (f"needs {package.name} {package.version}, and {version} is installed", f"Install it: {package.install}")
 
 
 def offers(kind: str, flag: str) -> bool:

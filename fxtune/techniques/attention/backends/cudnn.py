@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
+from fxtune.kernels.flash4 import Options
 from fxtune.models.dims import Shape
 from fxtune.techniques.attention.backends.backend import Backend, Reason
 from fxtune.techniques.attention.packed import one_document_a_row
@@ -45,12 +45,10 @@ class _Cudnn(Backend):
         _UNTRACED["documents"] = torch.compiler.disable(_documents)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, *_: Any
-) -> Tensor:
-    if one_document_a_row(len(q), cu_seqlens):
-        return _rows(q, k, v, scale)
-    return _UNTRACED["documents"](q, k, v, cu_seqlens, scale)
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, _: float = 0.0) -> Tensor:
+    if one_document_a_row(len(q), options.cu_seqlens):
+        return _rows(q, k, v, options.scale)
+    return _UNTRACED["documents"](q, k, v, options.cu_seqlens, options.scale)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 import torch
 from torch import Tensor
 
 from fxtune.facts.run import Facts
 from fxtune.kernels import flash4 as kernel
+from fxtune.kernels.flash4 import Options
 from fxtune.system.machine.packages import PACKAGES, SOME_HEADS, THESE_HEADS, Heads
 from fxtune.techniques.attention.backends.backend import SINKS, Backend, Reason, head_widths, kind_of
 from fxtune.techniques.attention.packed import one_document_a_row
@@ -40,29 +40,14 @@ class _Flash4(Backend):
             yield f"does not support {kind_of(facts)}'s attention sinks on this GPU", "Use flex, or auto"
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Optional[Tensor] = None,
-    cu_seqlens_k: Optional[Tensor] = None,
-    causal: bool = True,
-    _: float = 0.0,
-) -> Tensor:
-    rows, length = q.shape[:2]
-    if sinks is not None and q.dtype != torch.float32:  # the package takes bfloat16 sinks only
-        sinks = sinks.to(torch.bfloat16)
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, _: float = 0.0) -> Tensor:
+    if options.sinks is not None and q.dtype != torch.float32:  # the package takes bfloat16 sinks only
+        options = options._replace(sinks=options.sinks.to(torch.bfloat16))
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
-    if cu_seqlens_k is None and one_document_a_row(rows, cu_seqlens):
-        return flash4(q, k, v, None, length, scale, window, softcap, sinks, None, causal)[0]
+    if options.cu_seqlens_k is None and one_document_a_row(len(q), options.cu_seqlens):
+        return flash4(q, k, v, *options._replace(cu_seqlens=None))[0]
     # In training q, k and v are views of [rows, length, heads, d] tensors, so flatten() copies nothing.
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    out = flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks, cu_seqlens_k, causal)[0]
-    return out.unflatten(0, (rows, length))
+    return flash4(*(x.flatten(0, 1) for x in (q, k, v)), *options)[0].unflatten(0, q.shape[:2])
 
 
 def smoke_test(device: torch.device, heads: Heads) -> str:

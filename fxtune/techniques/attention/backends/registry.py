@@ -11,18 +11,7 @@ from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.techniques.attention.backends.hub import HUB, hub
 from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS, ON_CPU, SDPA
 
-BACKENDS = {
-    backend.name: backend
-    for backend in (
-        FLASH4,
-        FLASH3,
-        CUDNN,
-        FLASH2,
-        SDPA,
-        FLEX,
-        EAGER,
-    )
-}
+BACKENDS = {backend.name: backend for backend in (FLASH4, FLASH3, CUDNN, FLASH2, SDPA, FLEX, EAGER)}
 """Name in a recipe -> backend, the fastest backend first."""
 ALL = (*BACKENDS.values(), BY_DOCUMENTS, ON_CPU)
 """BACKENDS, and the two backends that may run in place of sdpa."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
+from fxtune.kernels.flash4 import Options
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends import flash4
 from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
@@ -22,31 +23,19 @@ LARGEST_MASK = GIB
 """The largest mask of packed rows, in bytes, that transformers may build on a GPU."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    _: Any = None,
-    cu_seqlens_k: Optional[Tensor] = None,
-    causal: bool = True,
-    dropout: float = 0.0,
-) -> Tensor:
-    rows, length = q.shape[:2]
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, dropout: float = 0.0) -> Tensor:
+    (rows, length), window, causal = q.shape[:2], options.window, options.causal
     left, right = (window - 1, 0 if causal else window - 1) if window else (-1, -1)
     width = v.shape[-1]
     padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
-    if cu_seqlens_k is None:
-        bounds = (cu_seqlens, cu_seqlens, length, length)
-    else:  # the limit of keys is all of k, because the backward pass leaves out keys beyond the limit
-        bounds = (cu_seqlens, cu_seqlens_k, length, len(flat[1]))
+    bounds: tuple[Any, ...] = options.cu_seqlens, options.cu_seqlens, length, length
+    if options.cu_seqlens_k is not None:
+        # The limit of keys is all of k, because the backward pass leaves out keys beyond the limit.
+        bounds = options.cu_seqlens, options.cu_seqlens_k, length, len(flat[1])
     windows = {"window_size_left": left, "window_size_right": right}
     out: Tensor = attention_operator("_flash_attention_forward")(
-        *flat, *bounds, dropout, causal, False, scale=scale, **windows
+        *flat, *bounds, dropout, causal, False, scale=options.scale, **windows
     )[0]
     return out[..., :width].unflatten(0, (rows, length))
 

@@ -37,9 +37,10 @@ FAILURES = (RuntimeError, ImportError, AttributeError, TypeError)
 class CopyEngineGather:
     """The object for torch's FSDPModule.set_custom_all_gather. All layers of a model share one object."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        """`buffers`: flat uint8 tensors of symmetric memory, each large enough for a whole layer."""
-        self.buffers = list(buffers)
+    def __init__(self, buffers: Sequence[torch.Tensor], owner: object = None) -> None:
+        """`buffers`: flat uint8 tensors of symmetric memory, each large enough for a whole layer. `owner`: has the
+        memory's pool, which must outlive the buffers."""
+        self.buffers, self.owner = list(buffers), owner
         self.taken: list[weakref.ref[torch.Tensor]] = []
         """Weak references to the tensors that torch got, newest last, one for each buffer in use."""
 
@@ -78,12 +79,12 @@ def copy_engine_gather(world: World, sizes: Iterable[int]) -> tuple[CopyEngineGa
         return None, "gloo"
     devices = world.gather((socket.gethostname(), world.device.index), "comparing hosts")
     own = {devices[rank] for rank in dist.get_process_group_ranks(world.weights_group)}
-    reasons, buffers = world.gather(_why_not(own), "choosing how to gather weights"), list[torch.Tensor]()
+    reasons, gather = world.gather(_why_not(own), "choosing how to gather weights"), None
     if not any(reasons):
         why_not = None
         try:
             memory = upstream.symmetric_memory(world.device, world.weights_group)
-            buffers = memory.buffers(BUFFERS, max(sizes))
+            gather = CopyEngineGather(memory.buffers(BUFFERS, max(sizes)), memory)
         except FAILURES as error:
             if isinstance(error, RuntimeError) and out_of_memory_reason(error):
                 raise
@@ -91,7 +92,7 @@ def copy_engine_gather(world: World, sizes: Iterable[int]) -> tuple[CopyEngineGa
         reasons = world.gather(why_not, "choosing how to gather weights")
     if (reason := next(filter(None, reasons), None)) is not None:
         return None, f"NCCL's kernels, because {reason}"
-    return CopyEngineGather(buffers), "copy engines"
+    return gather, "copy engines"
 
 
 def _why_not(own: set[tuple[str, int]]) -> str | None:

@@ -159,7 +159,9 @@ def test_a_command_imports_nothing_slow_before_its_config_is_checked_and_a_run_o
     assert refused == [2, []]
     assert run[0] == 0
     # transformers itself imports the compiler's front end, DTensor, and scipy where it is installed.
-    assert set(run[1]) <= {"transformers", "peft", "torch._dynamo", "torch.distributed.tensor", "scipy"}
+    allowed = {"transformers", "peft", "torch._dynamo", "torch.distributed.tensor", "scipy"}
+    # transformers 5.17 imports sklearn where it is installed, and sklearn imports the others.
+    assert set(run[1]) <= allowed | ({"sklearn", "pandas", "pyarrow"} if "sklearn" in run[1] else set())
 
 
 def test_user_error_is_printed_once_with_its_exit_code(cwd, trained, capsys, monkeypatch):

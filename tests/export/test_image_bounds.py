@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
+import transformers
+from packaging.version import Version
 from support import processors
 from support.architectures import CPU
 from support.processors import image_ids
@@ -14,6 +17,10 @@ from fxtune.models.load import DType, ModelConfig, build, load_config, load_toke
 from fxtune.settle.images import image_processor
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24") and not find_spec("torchvision"),
+    reason="this AutoImageProcessor needs torchvision",
+)
 @pytest.mark.parametrize("written_as", ["size", "min_pixels", "processor_config.json"])
 def test_a_whole_model_shows_images_as_large_as_in_training(tmp_path, written_as):
     model = ModelConfig(path=str(processors.write_model("qwen2_5_vl", tmp_path / "base")), dtype=DType.float32)

@@ -173,7 +173,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         tokenizer.special_tokens_map,
     ]
     learn = {name: value for name, value in asdict(encoder.learn).items() if value or name != "since_last_question"}
-    converter, folders = source.config.plugin_format, {os.path.realpath(path) for path in encoder.folders.values()}
+    converter, images = source.config.plugin_format, encoder.images
     newer = {
         "row format": [converter, ROW_FORMATS.added()[converter].identity] if converter else None,
         "system": encoder.system,
@@ -181,7 +181,9 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         "learn": learn if encoder.learn != LearnConfig() else None,
         "chat template kwargs": encoder.variables or None,
         "digests of prompts": bool(encoder.format.answers) or None,
-        "images": [IMAGES_VERSION, encoder.images.identity, sorted(folders)] if encoder.images else None,
+        "images": [IMAGES_VERSION, images.identity, sorted({*map(os.path.realpath, encoder.folders.values())})]
+        if images
+        else None,
         "instruction": encoder.instruction or None,
         "tools": encoder.tools or None,
         "on rewritten": None if encoder.on_rewritten is OnRewritten.split else encoder.on_rewritten.value,

@@ -14,6 +14,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from packaging.version import Version
 from support import image_models
 from support.architectures import CPU, built, enable, facts_of, lora, prepared_model, random_model
 from support.cases import slow_but
@@ -162,6 +163,8 @@ def take_steps(builder, plan, model):
 
 @pytest.mark.parametrize("policy", [Policy.none, Policy.selective, Policy.full])
 def test_steps_run_the_graphs_that_the_proof_compiled(policy, narrow, quick):
+    if policy is Policy.full and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("the quick fixture's graphs keep what checkpoints recompute in this torch; C++ code does not")
     narrow.techniques.checkpointing = Checkpointing(enabled=True, policy=policy)
     builder, plan, model = prepared_run(narrow)
     compiled = builder.techniques.compile.report()

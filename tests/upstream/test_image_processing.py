@@ -74,7 +74,7 @@ def test_the_pixels_are_those_of_transformers(processors, size):
 
 def test_pixels_that_are_not_resized_are_equal_to_rounding():
     module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    own = module.Qwen2VLImageProcessorPil()
+    own = module.Qwen2VLImageProcessorPil(**SETTINGS["qwen2_vl", "Qwen2VL"])
     image = picture(112, 84)
     expected, found = (
         processor([image], return_tensors="pt")["pixel_values"] for processor in (own, with_fewer_passes(own))

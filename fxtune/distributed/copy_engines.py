@@ -30,6 +30,8 @@ POLICY = "NCCL_CTA_POLICY"
 OLDEST_NCCL = (2, 28)
 BUFFERS = 2
 """torch gathers the next layer while it copies the previous layer out of its buffer."""
+_ALIVE: weakref.WeakSet[CopyEngineGather] = weakref.WeakSet()
+"""The gathers of all divided models of this process. Models that live at the same time have their own buffers."""
 FAILURES = (RuntimeError, ImportError, AttributeError, TypeError)
 """What torch raises where it has no symmetric memory, or has it in another form."""
 
@@ -43,6 +45,7 @@ class CopyEngineGather:
         self.buffers, self.owner = list(buffers), owner
         self.taken: list[weakref.ref[torch.Tensor]] = []
         """Weak references to the tensors that torch got, newest last, one for each buffer in use."""
+        _ALIVE.add(self)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for one gather. All ranks call this in the same order."""
@@ -81,10 +84,10 @@ def copy_engine_gather(world: World, sizes: Iterable[int]) -> tuple[CopyEngineGa
     own = {devices[rank] for rank in dist.get_process_group_ranks(world.weights_group)}
     reasons, gather = world.gather(_why_not(own), "choosing how to gather weights"), None
     if not any(reasons):
-        why_not = None
+        why_not, anew = None, bool(world.agree(len(_ALIVE)))
         try:
             memory = upstream.symmetric_memory(world.device, world.weights_group)
-            gather = CopyEngineGather(memory.buffers(BUFFERS, max(sizes)), memory)
+            gather = CopyEngineGather(memory.buffers(BUFFERS, max(sizes), anew), memory)
         except FAILURES as error:
             if isinstance(error, RuntimeError) and out_of_memory_reason(error):
                 raise

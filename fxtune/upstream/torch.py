@@ -224,17 +224,19 @@ class SymmetricMemory:
         allocator = symmetric.get_mempool_allocator(device)
         self.pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
 
-    def buffers(self, count: int, size: int) -> list[torch.Tensor]:
-        """`count` flat uint8 tensors with at least `size` uninitialized bytes each, the same ones in each call. All
-        ranks of the group call this together."""
+    def buffers(self, count: int, size: int, anew: bool) -> list[torch.Tensor]:
+        """`count` flat uint8 tensors with at least `size` uninitialized bytes each. Unless `anew`, tensors of earlier
+        calls are taken again. All ranks of the group call this together."""
         from torch.distributed._symmetric_memory import rendezvous
 
         torch.cuda.empty_cache()  # this pool does not free the memory that torch keeps
-        while len(found := [tensor for tensor in self.kept if tensor.nbytes >= size]) < count:
+        found = [] if anew else [tensor for tensor in self.kept if tensor.nbytes >= size]
+        while len(found) < count:
             with torch.cuda.use_mem_pool(self.pool):
                 tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
             rendezvous(tensor, group=self.group.group_name)
             self.kept.append(tensor)
+            found.append(tensor)
         return found[:count]
 
 

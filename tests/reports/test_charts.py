@@ -102,7 +102,7 @@ def test_each_curve_is_named_in_the_legend_and_no_point_is_cut_off():
     curves = dots(root)
     assert [len(curve) for curve in curves] == [3, 2, 1]
     heights = [y for curve in curves for _, y in curve]
-    assert len(set(heights)) == 5, "2.0 is drawn twice; 1e6 is drawn at a height of its own"
+    assert len(set(heights)) == 5, "2.0 is drawn twice; no other number has the height of 1e6"
     falling = [y for _, y in curves[0]]
     assert falling == sorted(falling), "a falling loss goes down, and y counts from the top"
     assert min(heights) == curves[1][1][1]

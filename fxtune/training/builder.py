@@ -103,7 +103,7 @@ class RunBuilder:
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self._tables: list[TokenTable] = []
-        """The tables with images, if features of images are stored."""
+        """The tables with images."""
         self.keeps_decisions = False
         """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []
@@ -192,8 +192,7 @@ class RunBuilder:
         self.inform(data.training.tables)
         plans = [plan for plan in (data.training, data.evaluation) if plan]
         self.compare_on(plans)
-        if self.facts.stores_images:
-            self._tables = [table for plan in plans for table in plan.tables if table.images is not None]
+        self._tables = [table for plan in plans for table in plan.tables if table.images is not None]
         return tokenizer, data
 
     def inform(self, tables: Sequence[TokenTable]) -> None:
@@ -226,7 +225,7 @@ class RunBuilder:
     @phase("Building the model", part="model")
     def build(self) -> PreparedModel:
         """The model with every technique applied."""
-        start_fork_server(self.config.loader, self.world.device)
+        start_fork_server(self.config.loader, self.world.device, self._tables)
         if self._compared and self.config.objective.stored_tokens:
             self._store_teacher()
         with self.oom_context("Building the model"):
@@ -283,7 +282,7 @@ class RunBuilder:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
         model, evidence = self.observed_model(plan)
         require_acted(evidence)
-        if self._tables:
+        if self._tables and self.facts.stores_images:
             with self.oom_context("Computing features of images"):
                 store_features(model, self._tables, self.techniques, self.config.loader, self.world)
         return model, evidence
@@ -320,7 +319,7 @@ class RunBuilder:
                 if self._compared and isinstance(self.config.objective, WithReference):
                     options = self.techniques.options()
                     self.store(language_model, ReferenceNumbers(), options, self._compared, self._compared_documents)
-                if self._tables:
+                if self._tables and self.facts.stores_images:
                     with self.oom_context("Trying stored features"):
                         seen.append(use_stored_features(language_model, self._tables[0], self.techniques, self.world))
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]

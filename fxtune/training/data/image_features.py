@@ -7,9 +7,10 @@ processor (stored_numbers.py). Each image is computed by itself. The loader's wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -77,6 +78,12 @@ class _EachImage:
         return BatchSpec(np.array([source]), start, tokens, np.array([0, 1]), int(tokens[0]), True, 0, slots=1)
 
 
+def _write(entries: np.ndarray, features: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
+    entries[:] = features.numpy()
+
+
 def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pipeline, world: World) -> Evidence:
     """Let the model take stored features of images, and observe it on a small row. The vision encoder then is in host
     memory. `table`: has images. Raises ConfigError if a plugin trains the vision encoder."""
@@ -116,16 +123,27 @@ def store_features(
 
     def compute(files: Files) -> None:
         plan = _EachImage([*{table.folder: table for table in tables if table.folder in files}.values()], world)
+        write_last: Callable[[], None] | None = None
 
         def write(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+            nonlocal write_last
             at, number = plan.images[step]
             table, made = plan.tables[at], source.features(image_arguments(base, batch.images or {}))
             first, end = table.distinct_images[2][number : number + 2]
             assert len(made) == end - first, "the processor counts other features"
-            files[table.folder][name][first:end] = made.to(numbers.dtype).flatten(1).view(bits).cpu().numpy()
+            # The copy lies in pinned memory.
+            found = made.to(numbers.dtype).flatten(1).view(bits).to("cpu", non_blocking=True)
+            copied = torch.cuda.current_stream().record_event() if world.device.type == "cuda" else None
+            if write_last:
+                write_last()  # the device computes this image meanwhile
+            write_last = partial(_write, files[table.folder][name][first:end], found, copied)
 
         with closing(Loader(cast(Plan, plan), loader, world.device)) as batches:
-            visit(model, batches, techniques.precision, world, "Computing features of images", write, shown=True)
+            # Layers are compiled for training mode. The vision encoder has no dropout.
+            title = "Computing features of images"
+            visit(model, batches, techniques.precision, world, title, write, shown=True, eval_mode=False)
+        if write_last:
+            write_last()
 
     described = {**base.config.to_dict(), "text_config": None}
     with source.encoder_on_device():

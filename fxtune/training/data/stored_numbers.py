@@ -40,6 +40,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.console import say
+from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import format_bytes
 from fxtune.techniques.precision import Precision
 from fxtune.training.visits import visit
@@ -187,6 +188,7 @@ def store(
     keep([table for plan in plans for table in plan.tables], numbers, parts, world, compute)
 
 
+@phase("Looking for stored numbers", announce=False, part="stored numbers")
 def keep(
     tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[Files], None]
 ) -> None:

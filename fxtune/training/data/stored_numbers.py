@@ -230,7 +230,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
         try:
             try:
                 np.load(file, mmap_mode="r")
-            except (FileNotFoundError, ValueError):
+            except (FileNotFoundError, ValueError, EOFError):
                 say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}, in {table.folder}")
                 if size > free:
                     raise StorageError(

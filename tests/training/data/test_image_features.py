@@ -22,6 +22,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from fxtune.cli.main import main
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
+from fxtune.techniques.attention import vision_encoder
 from fxtune.training.builder import RunBuilder
 from fxtune.training.data.image_features import use_stored_features
 
@@ -170,6 +172,25 @@ def test_an_image_that_is_gone_while_features_are_computed_is_one_error(qwen, mo
     assert not files()
 
 
+@pytest.mark.slow
+def test_compiled_code_of_the_steps_computes_the_features(cwd, monkeypatch):
+    """A run waits seconds for each graph. As on a card, attention takes all images at once."""
+
+    def attend_at_once(model, device):
+        for encoder in vision_encoders(model):
+            vision_encoder.call(encoder, "fxtune_tower_flash4")
+
+    monkeypatch.setattr(vision_encoder, "attend_at_once", attend_at_once)
+    write("qwen2_5_vl")
+    words, counts = [*WORDS, "data.packing=true", "techniques.compile.enabled=true"], []
+    for features in ("computed", "stored"):
+        builder = RunBuilder(load([*words, f"data.image_features={features}"]))
+        builder.proven_model(builder.read()[1].training)
+        counts.append(builder.techniques.compile.report().graphs)
+    assert files()
+    assert counts[0] == counts[1] > 0
+
+
 def test_verify_observes_the_model_and_stores_nothing(qwen):
     assert main(["verify", *WORDS[:-3], WORDS[-1], STORED, "--loss", "--json", "seen.json"]) == 0
     (row,) = [row for row in json.loads(Path("seen.json").read_text())["evidence"] if "image features" in row["asked"]]
@@ -207,6 +228,7 @@ def test_a_full_disk_is_one_error_without_a_leftover(cwd, monkeypatch, capsys):
 def test_other_weights_or_a_damaged_file_are_computed_again(qwen):
     first = train("first", STORED)
     files()[0].write_bytes(b"")
+    Path(f"{files()[0]}.staging").write_bytes(b"")
     assert train("repaired", STORED) == first
     weights = load_file("model/model.safetensors")
     name = next(name for name in weights if "visual.blocks.0.attn.qkv.weight" in name)

@@ -138,7 +138,7 @@ def store_features(
                 write_last()  # the device computes this image meanwhile
             write_last = partial(_write, files[table.folder][name][first:end], found, copied)
 
-        with closing(Loader(cast(Plan, plan), loader, world.device)) as batches:
+        with source.encoder_on_device(), closing(Loader(cast(Plan, plan), loader, world.device)) as batches:
             # Layers are compiled for training mode. The vision encoder has no dropout.
             title = "Computing features of images"
             visit(model, batches, techniques.precision, world, title, write, shown=True, eval_mode=False)
@@ -146,7 +146,6 @@ def store_features(
             write_last()
 
     described = {**base.config.to_dict(), "text_config": None}
-    with source.encoder_on_device():
-        own = nn.ParameterList(base.model.parameters(recurse=False))
-        weights = sorted(set(world.gather(weights_checksum(nn.ModuleList([*source.parts, own])), "comparing weights")))
-        keep(tables, numbers, [weights, described, options, str(numbers.dtype)], world, compute)
+    own = nn.ParameterList(base.model.parameters(recurse=False))
+    weights = sorted(set(world.gather(weights_checksum(nn.ModuleList([*source.parts, own])), "comparing weights")))
+    keep(tables, numbers, [weights, described, options, str(numbers.dtype)], world, compute)

@@ -312,8 +312,8 @@ def _safe_context(tables: Sequence[TokenTable]) -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    processors = [table.image_processor for table in tables if table.image_processor is not None]
-    context.set_forkserver_preload([__name__, *(processors[0].modules if processors else [])])
+    processor = next((table.image_processor for table in tables if table.images is not None), None)
+    context.set_forkserver_preload([__name__, *(processor.modules if processor else [])])
     return context
 
 

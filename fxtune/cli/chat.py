@@ -41,7 +41,7 @@ from rich.table import Column, Table
 
 from fxtune.cli.answer import ANSWER
 from fxtune.data.formats.values import RowError
-from fxtune.errors import DataError, Stopped
+from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.outputs.conversation import Conversation, Speaker, Write
 from fxtune.outputs.run_output import RunOutput, find_output
@@ -64,14 +64,18 @@ def run(
     trust_remote_code: bool = False,
 ) -> None:
     """Answer the prompts of standard input until the input ends. Raises ConfigError if the run does not exist, or has
-    no base for --show. Raises DataError at the end of a pipe if the model cannot read one of its lines."""
+    no base for --show, or no place for --system. Raises DataError at the end of a pipe if the model cannot read a line
+    of it."""
     output = find_output(run)
     if scores_texts(output):
+        if system:
+            raise ConfigError(f"--system: {output.folder} scores texts, which have no system turn. Leave it out.")
         return _read_texts(output, trust_remote_code)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
         chat = Chat(Conversation(output, show, trust_remote_code, max_new_tokens, temperature, system))
     try:
         if sys.stdin.isatty():
+            say(plain(f"{output.folder} answers."))  # a name may be the name of several runs
             chat.talk()
         else:
             for line in sys.stdin:

@@ -101,6 +101,8 @@ class RunBuilder:
         """The plans whose documents need the stored log-probabilities of a reference or of a teacher."""
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
+        self._tables: list[TokenTable] = []
+        """The tables of the training data, once they are read."""
         self.keeps_decisions = False
         """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []
@@ -186,7 +188,8 @@ class RunBuilder:
         if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
         self.stage = self.stage.decided(notes)
-        self.inform(data.training.tables)
+        self._tables = list(data.training.tables)
+        self.inform(self._tables)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
 
@@ -220,7 +223,7 @@ class RunBuilder:
     @phase("Building the model", part="model")
     def build(self) -> PreparedModel:
         """The model with every technique applied."""
-        start_fork_server(self.config.loader, self.world.device)
+        start_fork_server(self.config.loader, self.world.device, self._tables)
         if self._compared and self.config.objective.stored_tokens:
             self._store_teacher()
         with self.oom_context("Building the model"):

@@ -6,7 +6,8 @@ a batch while the previous batch is computed. For a GPU the number of targets is
 (Batch.with_rounded_targets), so that steps have few shapes.
 
 A fork server starts the workers: a process without threads that imports torch once. A fork of the main process can
-hang, because torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes
+hang, because torch and the tokenizer have started threads, and spawn takes seconds. With images it also imports the
+processor's modules once; otherwise each worker would import transformers in seconds. A batch of 4 x 4096 tokens takes
 0.2 ms, so workers matter only for slow disks and for images, and a CPU run has none.
 
 A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers go on at the same batch. After
@@ -171,7 +172,7 @@ class Loader:
     def _make_loader(self, workers: int) -> DataLoader[Batch | DataError]:
         parallel: dict[str, Any] = dict(
             num_workers=workers,
-            multiprocessing_context=_safe_context(),
+            multiprocessing_context=_safe_context(self.plan.tables),
             worker_init_fn=partial(_init_worker, LIBRARY_LOG.file, self._with_images),
             persistent_workers=True,  # the next evaluation uses the same workers
             prefetch_factor=self.config.prefetch_factor,
@@ -298,19 +299,21 @@ def _kill(processes: Iterable[BaseProcess]) -> None:
         process.kill()
 
 
-def start_fork_server(config: LoaderConfig, device: torch.device) -> None:
-    """Start the fork server of the workers, and do not wait for it. It imports torch, which takes seconds, while the
-    model is built. Does nothing if `config` asks for no workers on `device`."""
-    if config.resolved(device).num_workers and _safe_context().get_start_method() == "forkserver":
+def start_fork_server(config: LoaderConfig, device: torch.device, tables: Sequence[TokenTable] = ()) -> None:
+    """Start the fork server of the workers, and do not wait for it. It imports torch and what reads the images of
+    `tables`, which takes seconds, while the model is built. Does nothing if `config` asks for no workers on
+    `device`."""
+    if config.resolved(device).num_workers and _safe_context(tables).get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
 
 
-def _safe_context() -> Any:
+def _safe_context(tables: Sequence[TokenTable]) -> Any:
     """A way to start processes that is safe when threads run."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    processor = next((table.image_processor for table in tables if table.images is not None), None)
+    context.set_forkserver_preload([__name__, *(processor.modules if processor else [])])
     return context
 
 

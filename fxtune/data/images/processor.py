@@ -103,6 +103,12 @@ class ImageProcessor:
         return next(iter(self.placeholders.values())) if named is None else int(named)
 
     @property
+    def modules(self) -> list[str]:
+        """Names of the modules that a process imports to unpickle this object."""
+        parts = self.processor, self.processor.image_processor, self.processor.tokenizer
+        return sorted({kind.__module__ for part in parts for kind in type(part).__mro__})
+
+    @property
     def identity(self) -> list[Any]:
         """All settings that determine the tokens of an image, for the key of the token cache."""
         own = {name: value for name, value in vars(self.processor).items() if isinstance(value, (str, int, float))}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +92,31 @@ def test_blank_tensors_are_those_of_black_images(images):
     assert blank.keys() == black.keys()
     for name, tensor in black.items():
         assert torch.equal(blank[name], tensor)
+
+
+@pytest.mark.slow
+def test_a_process_with_the_modules_imports_no_other_for_an_image(tmp_path):
+    """The fork server of the loader's workers imports them, because transformers takes seconds in each process."""
+    for family in FAMILIES:
+        made = ImageProcessor(processor(family, tmp_path / family))
+        (tmp_path / f"{family}.pickle").write_bytes(pickle.dumps(made))
+        (tmp_path / f"{family}.json").write_text(json.dumps(made.modules))
+    done = subprocess.run([sys.executable, "-c", IN_A_WORKER, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+IN_A_WORKER = """
+import importlib, json, pathlib, pickle, sys
+new = []
+for file in pathlib.Path(sys.argv[1]).glob("*.json"):
+    for name in json.loads(file.read_text()):
+        importlib.import_module(name)
+    before = set(sys.modules)
+    pickle.loads(file.with_suffix(".pickle").read_bytes()).blank_tensors([(56, 84)])
+    new += [name for name in set(sys.modules) - before if name.startswith(("transformers", "torch", "tokenizers"))]
+print(json.dumps(new))
+"""
 
 
 def test_the_image_as_the_model_sees_it_has_the_same_tensors(tmp_path):

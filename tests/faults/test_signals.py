@@ -18,6 +18,7 @@ import pytest
 from support.endings import Ending, Traced
 from support.harness import ROOT, command, user_environment, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
+from support.processes import waits
 
 from fxtune.config import compose
 
@@ -170,7 +171,10 @@ def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
 
     def quiet() -> bool:
         before = Traced.read(forked.file).lines
-        time.sleep(3)  # longer than a step
+        for _ in range(30):  # longer than a step
+            time.sleep(0.1)
+            if not waits(forked.pid):  # as a run does that computes, and one that gets no processor
+                return False
         return Traced.read(forked.file).lines == before
 
     wait_for(quiet)

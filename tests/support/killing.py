@@ -35,6 +35,7 @@ from support.harness import (
     write_texts,
 )
 from support.mixtures import ON_EXPERTS, QWEN3_MOE
+from support.processes import alive, group
 from support.processors import write_model, write_picture_rows
 
 START = 600
@@ -198,9 +199,7 @@ class Forked:
         return time.monotonic()
 
     def ended(self) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return True
+        return not alive(self.pid)
 
     def until(self, phase: str, occurrence: int = 1, timeout: float = 600) -> bool:
         """Wait until the run enters `phase` for the n-th time.
@@ -222,15 +221,11 @@ class Forked:
         raise AssertionError(f"the run has not entered {phase!r} {occurrence} times within {timeout} s")
 
     def children_left(self, within: float = 120) -> bool:
-        """Whether a process of the run's group still exists `within` seconds after its end."""
+        """Whether a process of the run's group still runs `within` seconds after its end."""
         until = time.monotonic() + within
-        while time.monotonic() < until:
-            try:
-                os.killpg(self.pid, 0)
-            except ProcessLookupError:
-                return False
+        while (left := bool(group(self.pid))) and time.monotonic() < until:
             time.sleep(0.05)
-        return True
+        return left
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import wait_for
+from support.processes import children, command_line
 from support.runs import history
 from support.servers import Wandb, serving
 from support.tracking import start
@@ -91,8 +92,8 @@ def test_offline_run_has_all_rows_and_resumes_under_its_id(tmp_path, monkeypatch
 
 
 def descendants(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [pid for child in children for pid in descendants(child)]
+    own = children(pid)
+    return own + [pid for child in own for pid in descendants(child)]
 
 
 @pytest.mark.slow
@@ -102,11 +103,7 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
     tracker = start(tmp_path, WandbMode.offline, notes)
     tracker.log(1, {"train/loss": 1.0})
     wait_for(lambda: tracker._clients[0].ready)
-    services = [
-        pid
-        for pid in descendants(tracker._clients[0].process.pid)
-        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    services = [pid for pid in descendants(tracker._clients[0].process.pid) if "wandb-core" in command_line(pid)]
     assert services
     for pid in services:
         os.kill(pid, signal.SIGKILL)

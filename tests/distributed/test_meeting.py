@@ -42,7 +42,8 @@ def test_tasks_of_srun_train_together(ranks, tmp_path):
 def test_port_in_use_is_named(ranks, tmp_path, taken):
     codes = ranks.run(command(tmp_path, *SHORT), tmp_path, MASTER_PORT=taken, FXTUNE_MEETING_SECONDS="4")
     assert codes == [7, 7], tail(tmp_path)
-    assert f"Port {taken} of {socket.gethostname()}, where the ranks are to meet, is in use" in messages(tmp_path)[0]
+    said = "\n".join(messages(tmp_path))  # of both ranks, in any order
+    assert f"Port {taken} of {socket.gethostname()}, where the ranks are to meet, is in use" in said
 
 
 def test_host_that_cannot_be_reached_is_named(forks, tmp_path):
@@ -57,7 +58,7 @@ def test_host_that_cannot_be_reached_is_named(forks, tmp_path):
 def test_rank_that_never_comes_is_named(forks, tmp_path):
     """As in a shell of `srun --pty`, which is one task of several."""
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
-    environ = {**slurm, "SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost", "FXTUNE_MEETING_SECONDS": "12"}
+    environ = {**slurm, "SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost", "FXTUNE_MEETING_SECONDS": "30"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait() == 7, tail(tmp_path)
     assert len(messages(tmp_path)) == 1, messages(tmp_path)

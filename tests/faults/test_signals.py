@@ -32,7 +32,7 @@ def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
 
     Returns the exit code.
     """
-    (os.killpg if group else os.kill)(forked.pid, how)
+    forked.send(how, group)
     return forked.wait()
 
 
@@ -67,8 +67,8 @@ def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
         ]
     ):
         trace = f"trace-{number}.jsonl"
-        forked = forks.start(words, folder, trace)
-        assert forked.until(phase, occurrence), tail(folder)
+        forked = forks.start(words, folder, trace, stops=(phase, occurrence))
+        assert forked.stopped(), tail(folder)
         assert stop(forked, how) == code, tail(folder)
         said.append([line for line in tail(folder, WHOLE).splitlines() if line.startswith("fxtune:")][-1])
         attempts.append(Traced.read(folder / trace))

@@ -16,6 +16,11 @@ def waits(pid: int | str) -> bool:
     return _status(pid)[0] == "S"
 
 
+def stopped(pid: int | str) -> bool:
+    """Whether SIGSTOP has stopped a process."""
+    return _status(pid)[0] == "T"
+
+
 def children(pid: int, part: str = "") -> list[int]:
     """The living children of a process whose command line contains `part`, oldest first."""
     found = set()

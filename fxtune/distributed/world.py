@@ -335,7 +335,7 @@ class World:
                 raise
             raise self._lost_rank("exchanging weights", error) from error
 
-    def _lost_rank(self, doing: str, error: RuntimeError) -> LostRankError:
+    def _lost_rank(self, doing: str, error: Exception) -> LostRankError:
         step = f" in step {self.heartbeat.step}" if self.heartbeat.step else ""
         return LostRankError(
             f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}{step}: "

@@ -195,7 +195,8 @@ class Forked:
     def send(self, how: signal.Signals, group: bool = False) -> None:
         """Send a signal to the run, or to its process group, and let a run that has stopped itself go on with it."""
         (os.killpg if group else os.kill)(self.pid, how)
-        os.kill(self.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # the signal has ended it
+            os.kill(self.pid, signal.SIGCONT)
 
     def wait(self, timeout: float = 600) -> int:
         """Wait for the end of the run.

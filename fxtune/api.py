@@ -170,13 +170,15 @@ class Run:
         prompt: str,
         *,
         images: Sequence[str | Path] = (),
+        system: str | None = None,
         show: str = "tuned",
         max_new_tokens: int = 256,
         temperature: float = 0.0,
     ) -> str:
         """The model's answer to `prompt`. The run's chat template writes the prompt as in training. `images`: files
-        that the model sees before the prompt, if it reads images. `show`: `tuned`, or `base` for the model before
-        training. The model stays in memory for the next call. Raises the errors of `fxtune chat`."""
+        that the model sees before the prompt, if it reads images. `system`: the text of the system turn; None: the
+        recipe's `data.system`. `show`: `tuned`, or `base` for the model before training. The model stays in memory for
+        the next call. Raises the errors of `fxtune chat`, and DataError if the model cannot read the prompt."""
         from fxtune.outputs.conversation import Conversation
 
         if show not in ("tuned", "base"):
@@ -185,11 +187,9 @@ class Run:
         if show not in self._conversations:
             self._conversations[show] = Conversation(output, show)
         talk = self._conversations[show]
-        talk.max_new_tokens, talk.temperature = max_new_tokens, temperature
+        talk.max_new_tokens, talk.temperature, talk.system = max_new_tokens, temperature, system
         talk.start_anew()
-        pieces: list[str] = []
-        talk.answer(talk.speakers[0], prompt, pieces.append, [str(file) for file in images])
-        return "".join(pieces).strip()
+        return talk.answer(talk.speakers[0], prompt, lambda piece: None, [str(file) for file in images])
 
 
 def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:

@@ -10,7 +10,7 @@ import pytest
 
 import fxtune
 from fxtune.cli.main import main
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, DataError
 
 SHORT = ["train.max_steps=3", "train.log_every=1", "data.questions.path=null", "tracking.display=none"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +53,10 @@ def test_a_run_gives_its_figures_and_answers(trained):
     assert trained.generate("Two pizzas", max_new_tokens=8, show="base") == trained.generate(
         "Two pizzas", max_new_tokens=8, show="base"
     )
+    for prompt, images in ("hi " * 2000, []), ("Hi", ["none.png"]):  # a reason is never returned as an answer
+        with pytest.raises(DataError):
+            trained.generate(prompt, images=images)
+    assert isinstance(trained.generate("Hi", system="Be brief.", max_new_tokens=2), str)
 
 
 def test_the_end_of_a_run_writes_its_page_and_its_times(trained, capsys):

@@ -105,6 +105,8 @@ class RunFolder:
     """The config that the run was started with, as config.yaml has it."""
     extends: bool = False
     """Whether the config differs only in its length from the config of the run in the folder, finished or not."""
+    passed_over: list[str] = field(default_factory=list)
+    """The newest unfinished run of this name that has another config: its path, and a line for each difference."""
 
     @property
     def finished(self) -> bool:
@@ -265,11 +267,10 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             if found := _open(path):
                 found.resumed, found.config = True, before
                 return found
-            if resume == "must":
-                raise StorageError(
-                    f"run.resume=must, but {path}, which this would go on with, {ALIVE}{FolderLock(path).holder()}. "
-                    "Wait for it, or end it."
-                )
+            raise StorageError(
+                f"{path} has a run of this config and {ALIVE}{FolderLock(path).holder()}. Wait for it, or end it. "
+                "run.resume=never starts another run."
+            )
         unlike = unlike or ([f"{path}:", *changed] if changed else [])
     if resume == "must":
         raise ConfigError(
@@ -285,6 +286,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             continue
         found = _open(path)
         if found is not None:
+            found.passed_over = unlike
             return _start(found, config)
 
 

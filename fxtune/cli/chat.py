@@ -4,6 +4,7 @@
     fxtune chat quickstart --show both         # the base and the tuned model, side by side
     fxtune chat quickstart/step-87             # a checkpoint of the run
     fxtune chat quickstart < prompts.txt       # answers each line of a file or a pipe, and ends
+    fxtune chat quickstart --system "Be brief."    # a system turn, in place of `data.system`
 
 RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. The run's chat template
 writes the prompts, as in training. In a terminal all prompts belong to one conversation, until /new starts another
@@ -40,9 +41,9 @@ from rich.table import Column, Table
 
 from fxtune.cli.answer import ANSWER
 from fxtune.data.formats.values import RowError
-from fxtune.errors import Stopped
+from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.objectives.classification import ALL_ABOVE
-from fxtune.outputs.conversation import Conversation
+from fxtune.outputs.conversation import Conversation, Speaker, Write
 from fxtune.outputs.run_output import RunOutput, find_output
 from fxtune.outputs.text_classifier import TextClassifier, scores_texts
 from fxtune.system.terminal import progress
@@ -59,22 +60,29 @@ def run(
     show: str = "tuned",
     max_new_tokens: int = 512,
     temperature: float = 0.0,
+    system: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Answer the prompts of standard input until the input ends. Raises ConfigError if the run does not exist, or has
-    no base for --show."""
+    no base for --show, or no place for --system. Raises DataError at the end of a pipe if the model cannot read a line
+    of it."""
     output = find_output(run)
     if scores_texts(output):
+        if system:
+            raise ConfigError(f"--system: {output.folder} scores texts, which have no system turn. Leave it out.")
         return _read_texts(output, trust_remote_code)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        chat = Chat(Conversation(output, show, trust_remote_code, max_new_tokens, temperature))
+        chat = Chat(Conversation(output, show, trust_remote_code, max_new_tokens, temperature, system))
     try:
         if sys.stdin.isatty():
+            say(plain(f"{output.folder} answers."))  # a name may be the name of several runs
             chat.talk()
         else:
             for line in sys.stdin:
                 if (prompt := line.strip()) and chat.handle_line(prompt):
                     chat.start_anew()
+            if chat.errors:
+                raise DataError(f"Lines without an answer: {len(chat.errors)} of {len(chat.said)}. {chat.errors[0]}")
     except Stopped as stop:
         stop.outcome = "the chat is over."
         raise
@@ -107,6 +115,8 @@ class Chat:
         self.conversation, self.speakers = conversation, conversation.speakers
         self.pending_images: list[str] = []
         """Image files for the next prompt."""
+        self.errors: list[str] = []
+        """The reason of each prompt that has no answer."""
         self.said: list[dict[str, Any]] = []
         """One dict for each prompt, with the answers of all speakers, for --json."""
         if conversation.continues_text:
@@ -140,6 +150,7 @@ class Chat:
                 self.conversation.require_readable(file)
         except RowError as reason:
             say(plain(f"({reason})"))
+            self.errors.append(str(reason))
             self._record(line, error=str(reason))
             return False
         self.pending_images += files
@@ -160,7 +171,7 @@ class Chat:
         else:
             for speaker in self.speakers:
                 _print_piece(f"{speaker.label}: " * (len(self.speakers) > 1))
-                answers[speaker.label] = self.conversation.answer(speaker, prompt, _print_piece, shown)
+                answers[speaker.label] = self._answer(speaker, prompt, _print_piece, shown)
                 _print_piece("\n")
         self._record(prompt, **answers)
 
@@ -179,8 +190,16 @@ class Chat:
                     texts[index] += piece
                     live.update(page(), refresh=True)
 
-                answers[speaker.label] = self.conversation.answer(speaker, prompt, write, shown)
+                answers[speaker.label] = self._answer(speaker, prompt, write, shown)
         return answers
+
+    def _answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str]) -> dict[str, str]:
+        try:
+            return {"answer": self.conversation.answer(speaker, prompt, write, shown)}
+        except DataError as error:
+            write(f"({error})")
+            self.errors.append(str(error))
+            return {"error": str(error)}
 
 
 def _files_and_prompt(line: str) -> tuple[list[str], str]:

@@ -227,6 +227,7 @@ _TABLE = {
         positional_only=True,
         options={
             "--show": {"choices": ["tuned", "base", "both"], "help": "who answers (tuned)"},
+            "--system": _value("TEXT", "the system turn of each conversation (the recipe's data.system)"),
             "--max-new-tokens": _value("N", "the longest answer (512)", whole_number(1)),
             "--temperature": _number(
                 "T",

@@ -27,9 +27,11 @@ class BackgroundGroup:
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
         self._heartbeat = world.heartbeat if world else None
+        self._group: Any = None
         if world and world.size > 1:  # agree() fails at once if a rank is gone; new_group() waits for hours
             world.agree(0, "making a group of the ranks")
-        self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+            with world.waiting("making a group of the ranks"):
+                self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         hosts = self.gather(socket.gethostname(), "counting the ranks of each host")
         self.on_this_host = hosts.count(hosts[self.rank])
         """How many ranks share the memory of this host."""

@@ -335,7 +335,7 @@ class World:
                 raise
             raise self._lost_rank("exchanging weights", error) from error
 
-    def _lost_rank(self, doing: str, error: RuntimeError) -> LostRankError:
+    def _lost_rank(self, doing: str, error: Exception) -> LostRankError:
         step = f" in step {self.heartbeat.step}" if self.heartbeat.step else ""
         return LostRankError(
             f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}{step}: "
@@ -383,8 +383,12 @@ def lost_connection(error: RuntimeError) -> bool:
     """Whether `error` of a collective says that another rank is gone. (It may also say that memory ran out.)"""
     if out_of_memory_reason(error):
         return False
-    texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
-    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or any(t in str(error) for t in texts)
+    backend = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
+    return backend or _is_closed(error) or any(name in str(error) for name in ("gloo", "NCCL"))
+
+
+def _is_closed(error: Exception) -> bool:
+    return any(text in str(error) for text in ("Connection closed", "Connection reset", "Broken pipe"))
 
 
 @functools.cache
@@ -437,6 +441,8 @@ def _join(world: World) -> None:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RankError):
             raise
+        if "connectFullMesh" in str(error) and _is_closed(error):  # all had come, and one ended meanwhile
+            raise world._lost_rank("joining it", error) from error
         raise _cannot_meet(world, error) from error
     packages, process = installed_packages(), (os.getpid(), socket.gethostname())
     ranks = world.gather((packages, process), "comparing packages")

@@ -20,16 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
 from fxtune.estimate.cards import rates
-from fxtune.estimate.memory import (
-    LayerBytes,
-    Need,
-    beside_of,
-    divides_experts,
-    forecast,
-    number_bytes,
-    trained_parameters,
-    unpacked_bytes,
-)
+from fxtune.estimate.memory import LayerBytes, Need, forecast, unpacked_bytes
+from fxtune.estimate.weights import beside_of, divides_experts, number_bytes, trained_parameters
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Layer, Shape

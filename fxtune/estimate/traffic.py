@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxtune.estimate.memory import (
+from fxtune.estimate.weights import (
     divides_experts,
     gathered_parameters,
     linear_bytes,

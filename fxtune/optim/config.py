@@ -171,8 +171,8 @@ def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.lr: auto has a rule for AdamW and none for {config.name.value}. {give}."
     if facts.reads_groups:
         yield (
-            "optimizer.lr: auto has a rule for supervised text and none for preferences. Give a number "
-            "(docs/preferences.md has rates)."
+            "optimizer.lr: auto has a rule for supervised text, and this objective compares or scores documents. Give "
+            "a number (docs/preferences.md, docs/companions.md and docs/reward_models.md have rates)."
         )
     if not facts.text.get("hidden_size"):
         yield f"optimizer.lr: auto needs the model's hidden size, and its config has no hidden_size. {give}."

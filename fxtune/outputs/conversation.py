@@ -120,8 +120,9 @@ def _base_of(output: RunOutput) -> str:
 
 
 class Conversation:
-    """A conversation with the speakers that `show` names: tuned, base or both. Raises ConfigError if the output has no
-    base to show, or if its model writes no answers."""
+    """A conversation with the speakers that `show` names: tuned, base or both. `system`: the text of its system turn;
+    empty: no such turn; None: the recipe's `data.system`. Raises ConfigError if the output has no base to show, if its
+    model writes no answers, or if it continues text and `system` is given."""
 
     def __init__(
         self,
@@ -130,11 +131,12 @@ class Conversation:
         trust_remote_code: bool = False,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
+        system: str | None = None,
     ) -> None:
         self.speakers, self.tokenizer, self.images = load_speakers(output, show, trust_remote_code)
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = output.config.get("data") or {}
-        template, self.system = data.get("chat_template"), data.get("system")
+        template, self.recipe_system, self.system = data.get("chat_template"), data.get("system"), system
         self.encoder: Encoder | None = None
         """The encoder that writes prompts by the chat template; None: the model continues plain text."""
         self.continues_text = ""
@@ -149,8 +151,12 @@ class Conversation:
         self.start_anew()
 
     def start_anew(self) -> None:
+        """Forget all messages but the system turn."""
+        if self.continues_text and self.system:
+            raise ConfigError(f"{self.continues_text} A text has no system turn: leave it out.")
+        system = self.recipe_system if self.system is None else self.system
         for speaker in self.speakers:
-            speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
+            speaker.messages = [{"role": "system", "content": system}] if system else []
 
     def require_readable(self, file: str) -> None:
         """Raise RowError if the model cannot see this image."""
@@ -160,9 +166,10 @@ class Conversation:
             raise RowError("The prompt is a plain text, in which an image has no place.")
         find_image(file, ANYWHERE)
 
-    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:
-        """Write the answer of `speaker` to `prompt`, piece by piece. Returns {"answer": text}, or {"error": reason} if
-        there is no answer. The prompt and the answer join the speaker's messages. `shown`: image files."""
+    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> str:
+        """Return the answer of `speaker` to `prompt`, and write it piece by piece. The prompt and the answer join the
+        speaker's messages. `shown`: image files. If the model cannot read the prompt, forgets it and raises DataError.
+        """
         shown = [os.path.abspath(file) for file in shown]
         parts = [{"type": "image", "image": file} for file in shown]
         content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
@@ -172,15 +179,15 @@ class Conversation:
                 self.require_readable(file)
             ids, ends, references = self._prompt(speaker.messages)
             tensors = self.images.read(references) if self.images is not None and references else {}
-        except (DataError, RowError) as error:  # the conversation goes on without this prompt
+            limit = speaker.model.config.get_text_config().max_position_embeddings
+            if len(ids) >= limit:
+                raise DataError(
+                    f"The conversation has {len(ids):,} tokens, and the model reads {limit:,}. Shorten it, or start "
+                    "another one (/new)."
+                )
+        except DataError:
             speaker.messages.pop()
-            write(f"({error})")
-            return {"error": str(error)}
-        room = speaker.model.config.get_text_config().max_position_embeddings - len(ids)
-        if room <= 0:
-            speaker.messages.pop()
-            write("(The conversation is longer than the model can read: /new starts another one.)")
-            return {"error": "The conversation is longer than the model can read."}
+            raise
         with speaker.speaking() as model:
             known = end_tokens(model.generation_config)
             given = torch.tensor([ids], device=model.device)
@@ -192,7 +199,7 @@ class Conversation:
                 given,
                 attention_mask=torch.ones_like(given),
                 streamer=streamer,
-                max_new_tokens=min(self.max_new_tokens, room),
+                max_new_tokens=min(self.max_new_tokens, limit - len(ids)),
                 eos_token_id=sorted({*ends, *known, self.tokenizer.eos_token_id} - {None}) or None,
                 pad_token_id=self.tokenizer.pad_token_id or 0,
                 do_sample=self.temperature > 0,
@@ -203,7 +210,7 @@ class Conversation:
             )
         text = self.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
         speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
-        return {"answer": text.strip()}
+        return str(text.strip())
 
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
         """(token ids up to the answer, as in training; tokens that end the answer in training; images of the

@@ -18,7 +18,7 @@ from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError
-from fxtune.estimate.memory import divides_experts
+from fxtune.estimate.weights import divides_experts
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of

@@ -26,7 +26,7 @@ from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
-from fxtune.estimate.memory import scattered_parameters
+from fxtune.estimate.weights import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models

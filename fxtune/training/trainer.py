@@ -101,6 +101,11 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
             return folder.result()
         if line := outside_tested_range():
             screen.note(line)
+        if folder.passed_over:
+            screen.note(
+                f"This run starts from its beginning in {folder.path}. An unfinished run of this name cannot go on "
+                "with this recipe:\n" + "\n".join(folder.passed_over)
+            )
         with SIGNALS.interruptible():
             trainer = Trainer(config, folder, screen, recipe)
         return trainer.run()

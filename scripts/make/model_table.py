@@ -52,7 +52,7 @@ from small_models import small, write
 from fxtune.cli import verify
 from fxtune.config.compose import load
 from fxtune.errors import UserError
-from fxtune.estimate.memory import trained_parameters
+from fxtune.estimate.weights import trained_parameters
 from fxtune.models.kinds.image_decoder.families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import beside_text, skeleton

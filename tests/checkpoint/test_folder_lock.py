@@ -15,8 +15,8 @@ from fxtune.errors import StorageError
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(folder_lock, "COUNT_SECONDS", 0.05)
-    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(folder_lock, "COUNT_SECONDS", 0.3)
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 600.0)  # a watch ends as soon as the count grows
 
 
 def test_lock_is_held_once_and_given_back(tmp_path):
@@ -51,7 +51,8 @@ def _note_of(host):
     return write
 
 
-def test_run_that_died_on_another_host_is_taken_over_when_its_count_stands_still(tmp_path):
+def test_run_that_died_on_another_host_is_taken_over_when_its_count_stands_still(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 0.3)
     (tmp_path / ".holder").write_text(json.dumps({"host": "alpha", "process": 7, "count": 3}))
     lock = FolderLock(tmp_path)
     assert lock.acquire()

@@ -108,11 +108,11 @@ def test_run_of_a_live_process_is_not_resumed():
             text=True,
         )
         assert other.stdout.readline() == "claimed\n"
-        if folder:
-            with pytest.raises(StorageError, match="in use"):
-                start(folder="here")
-        else:
-            assert start().path == Path("runs/a-2")
+        with pytest.raises(StorageError, match="in use"):
+            start(folder=folder or None)
+        if not folder:
+            assert start(resume="never").path == Path("runs/a-2")
+            shutil.rmtree("runs/a-2")
         other.kill()
         other.wait()
         assert start(folder=folder or "runs/a").resumed  # a killed process holds no lock
@@ -131,13 +131,23 @@ def test_only_keys_that_change_learning_are_differences():
     ]
 
 
-def test_must_reports_a_live_run():
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_command_that_runs_already_is_refused(resume):
     held = claim("a", None, "auto", CONFIG)
-    with pytest.raises(
-        StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"
-    ):
-        start("must")
+    with pytest.raises(StorageError, match=r"runs/a has a run of this config and is in use by a run"):
+        start(resume)
+    other = start(config=OTHER)
+    assert other.path == Path("runs/a-2")
     held.release()
+
+
+def test_a_new_run_names_the_unfinished_run_that_it_does_not_resume():
+    assert start().passed_over == []
+    assert start(config=OTHER).passed_over == ["runs/a:", "  optimizer.lr: 0.0001 -> 0.0002"]
+    assert start(config=OTHER).passed_over == []  # it resumes
+    start(config=OTHER).finish({})
+    start().finish({})
+    assert start().passed_over == []
     assert start("must").resumed
 
 

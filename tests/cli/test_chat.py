@@ -120,6 +120,19 @@ def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypat
     assert "tuned" in screen.file.getvalue()
 
 
+def test_a_system_turn_takes_the_place_of_the_recipes(folder, monkeypatch, tmp_path):
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    config = Path("runs/mine/config.yaml")
+    config.write_text(config.read_text() + "data: {system: Be a clerk.}\n")
+    for given, turns in (None, ["Be a clerk."]), ("Be brief.", ["Be brief."]), ("", []):
+        conversation = Conversation(find_output("mine"), "tuned", max_new_tokens=2, system=given)
+        conversation.answer(conversation.speakers[0], PROMPTS[0], lambda _: None)
+        roles = [(turn["role"], turn["content"]) for turn in conversation.speakers[0].messages[:-1]]
+        assert roles == [*(("system", text) for text in turns), ("user", PROMPTS[0])]
+    assert ask(monkeypatch, "mine", "--system", "Be brief.") == 0
+
+
 def test_answers_appear_as_they_are_written(runs, monkeypatch):
     pieces: list[str] = []
     conversation = Conversation(find_output("mine"), "tuned", max_new_tokens=40)
@@ -139,14 +152,15 @@ def test_temperature_draws_tokens(runs, monkeypatch, capsys):
 
 
 def test_a_longer_conversation_than_the_model_reads_is_one_message(runs, monkeypatch, capsys):
-    assert ask(monkeypatch, "mine", lines="word " * 600 + "\n" + PROMPTS[0] + "\n") == 0
-    out = capsys.readouterr().out.splitlines()
-    assert "longer than the model can read" in out[0]
-    assert len(out) == 2
+    assert ask(monkeypatch, "mine", lines="word " * 600 + "\n" + PROMPTS[0] + "\n") == 3
+    out, err = capsys.readouterr()
+    first, _ = out.splitlines()  # the second prompt has an answer
+    assert "and the model reads 512" in first
+    assert first.strip("()") in err
 
 
 def test_a_prompt_that_no_template_can_write_is_refused_and_the_next_is_answered(runs, expected, monkeypatch, capsys):
-    assert ask(monkeypatch, "mine", lines=f"caf\udce9\n{PROMPTS[0]}\n") == 0
+    assert ask(monkeypatch, "mine", lines=f"caf\udce9\n{PROMPTS[0]}\n") == 3
     first, second = capsys.readouterr().out.splitlines()
     assert "lone surrogate" in first
     assert second.strip() == expected["tuned"][0]
@@ -234,14 +248,14 @@ def test_an_image_stays_in_the_conversation(vision, monkeypatch):
 def test_an_image_that_cannot_be_shown_is_one_message(vision, monkeypatch, capsys, line, message):
     monkeypatch.chdir(vision)
     Path("broken.png").write_text("no image")
-    assert ask(monkeypatch, "mine", lines=f"{line}\nWhat?\n") == 0
+    assert ask(monkeypatch, "mine", lines=f"{line}\nWhat?\n") == 3
     first, *rest = " ".join(capsys.readouterr().out.splitlines()).split(")", 1)
     assert message in first
     assert rest
 
 
 def test_a_model_of_text_takes_no_image(runs, vision, monkeypatch, capsys):
-    assert ask(monkeypatch, "mine", lines=f"/image {vision / 'one.png'} What?\n") == 0
+    assert ask(monkeypatch, "mine", lines=f"/image {vision / 'one.png'} What?\n") == 3
     assert "The model reads no images" in " ".join(capsys.readouterr().out.splitlines())
 
 
@@ -289,3 +303,4 @@ def test_a_model_that_has_learned_plain_texts_continues_the_prompt_as_typed(cwd,
     assert tokenizer.decode(seen[0][0], skip_special_tokens=True) == "7, "
     assert ask(monkeypatch, "texts") == 0
     assert "has learned from plain texts" in capsys.readouterr().out
+    assert ask(monkeypatch, "texts", "--system", "Be brief.") == 2

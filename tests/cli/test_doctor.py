@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.harness import limit_counts_from, wait_for
+from support.processes import alive
 from support.vllm_server import vllm_server
 
 from fxtune.cli import doctor
@@ -151,13 +152,12 @@ def test_a_check_that_hangs_leaves_no_process_behind(fakes, tmp_path, monkeypatc
     limit_counts_from(monkeypatch, lambda: pid.exists() and pid.read_text())
     answer = doctor.run_check("kernels", False, 1.0)
     assert answer == {"state": "broken", "seen": "no answer within 1 s"}
-    child = Path(f"/proc/{pid.read_text()}/stat")
-    wait_for(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+    wait_for(lambda: not alive(pid.read_text()))
 
 
 def test_flash_attn_and_flash_attn_4_share_a_folder(fakes):
     fakes("flash_attn.cute", "def flash_attn_func(q, k, v, causal): raise NotImplementedError")
-    assert doctor.run_check("flash-attn", False, 60.0)["state"] == "missing"
+    assert doctor.run_check("flash-attn", False, 300.0)["state"] == "missing"
     assert doctor.run_check("flash-attn-4", False, 60.0)["state"] == "imports"
     assert doctor.run_check("flash-attn-3", False, 60.0)["state"] == "missing"
 

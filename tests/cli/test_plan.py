@@ -7,6 +7,7 @@ from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
 from fxtune.config import discovery
+from fxtune.estimate import machines
 from fxtune.estimate.machines import CARD_MODELS
 
 BIG = ["plan", "+recipe=llama_lora", "model=llama_8b_shape", "--tokens", "2e7"]
@@ -39,7 +40,10 @@ def test_each_card_that_is_too_small_says_how_many_would_do(tmp_path, capsys):
     assert "fitting_gpus" not in found["H200"]
 
 
-def test_the_cores_of_this_machine_are_a_card_too(tmp_path, capsys):
+def test_the_cores_of_this_machine_are_a_card_too(tmp_path, capsys, monkeypatch):
+    """The forecast is of two cores whose speed is in the table: the cores of this machine may be busy."""
+    monkeypatch.setattr(machines, "cores", lambda: 2)
+    monkeypatch.setattr(machines, "cpu_speed", lambda cores: 1.0)
     found = figures(tmp_path, "plan", "+recipe=quickstart", "--gpu", "cpu")
     shown = capsys.readouterr().out
     assert found["fits"]

@@ -53,7 +53,7 @@ def test_the_command_prints_it_or_writes_a_file(capsys, tmp_path):
 SHIPPED = discovery.shipped("recipes")
 
 
-@pytest.mark.parametrize("recipe", SHIPPED.glob("*.yaml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_that_ships_names_the_schema(recipe):
     assert discovery.SCHEMA_LINE in recipe.read_text().splitlines()
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fxtune.distributed.background import BackgroundGroup
-from fxtune.errors import RankError
+from fxtune.distributed.world import World
+from fxtune.errors import LostRankError, RankError
 
 
 class Second(BackgroundGroup):
@@ -48,3 +51,13 @@ def test_bug_of_another_rank_is_named_and_the_own_bug_is_raised():
         Second((None, (False, "index 3"))).together(lambda: 2, "saving")
     with pytest.raises(KeyError, match="mine"):
         Second((None, (True, "disk full"))).together(lambda: fail(KeyError("mine")), "saving")
+
+
+def test_a_rank_that_ends_while_the_others_connect_is_lost(monkeypatch):
+    def end(**_: Any) -> Any:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:1234")
+
+    monkeypatch.setattr(dist, "new_group", end)
+    monkeypatch.setattr(World, "agree", lambda *_: 0)
+    with pytest.raises(LostRankError, match=r"Rank 1 of 2 .* lost another rank while making a group of the ranks"):
+        BackgroundGroup(World(torch.device("cpu"), 1, 2))

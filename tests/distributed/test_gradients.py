@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -418,10 +417,8 @@ def test_killed_run_that_sends_less_resumes_bit_for_bit(ranks, tmp_path, words):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert ranks.run(made(whole, *words), whole) == [0, 0], tail(whole)
     line = made(killed, *words)
-    first, second = ranks.start(line, killed, "before")
-    assert first.until("training", 14), tail(killed)
-    second.kill()
-    assert (second.wait(), first.wait()) == (-signal.SIGKILL, 7), tail(killed)
+    codes = ranks.run(line, killed, "before", faults={1: "SIGKILL@14"})
+    assert codes == [7, -signal.SIGKILL], tail(killed)
     assert ranks.run(line, killed) == [0, 0], tail(killed)
     assert "Resuming" in tail(killed, 10**6)
     assert losses(killed / "run") == losses(whole / "run")
@@ -440,10 +437,7 @@ def test_local_steps_end_with_equal_weights_and_stop_at_an_average(ranks, tmp_pa
     assert run_twice(apart, made(apart, "parallel.average_every=5", "checkpoint.every=0")) == [0, 0], tail(apart)
     assert all(map(torch.equal, weights_of(apart, 0), weights_of(apart, 1)))
     line = made(stopped, "parallel.average_every=5", "checkpoint.every=0")
-    both = ranks.start(line, stopped)
-    assert both[0].until("training", 7), tail(stopped)
-    os.kill(both[1].pid, signal.SIGTERM)
-    assert [forked.wait() for forked in both] == [75, 75], tail(stopped)
+    assert ranks.run(line, stopped, faults={1: "SIGTERM@7"}) == [75, 75], tail(stopped)
     saved = int(max(stopped.glob("run/checkpoints/step-*")).name.removeprefix("step-"))
     assert saved % 5 == 0
     assert ranks.run(line, stopped) == [0, 0], tail(stopped)

@@ -99,11 +99,9 @@ def test_killed_rank_resumes_bit_for_bit_and_one_process_goes_on(ranks, forks, t
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = made(whole, "qwen2_5_vl", *TOWER)
     assert ranks.run(words, whole, **ONE_THREAD) == [0, 0], tail(whole)
-    first, second = ranks.start(made(killed, "qwen2_5_vl", *TOWER), killed, "before", **ONE_THREAD)
-    assert second.until("training", 4), tail(killed)
-    second.kill()
-    assert second.wait() == -signal.SIGKILL
-    assert first.wait() != 0, tail(killed)
+    line = made(killed, "qwen2_5_vl", *TOWER)
+    codes = ranks.run(line, killed, "before", faults={1: "SIGKILL@4"}, **ONE_THREAD)
+    assert codes == [7, -signal.SIGKILL], tail(killed)
     shutil.copytree(killed, tmp_path / "alone")
     assert ranks.run(words, killed, **ONE_THREAD) == [0, 0], tail(killed)
     assert "Resuming run after step" in tail(killed, 10**6)

@@ -8,12 +8,12 @@ import struct
 import subprocess
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
+from support.processes import alive, children
 
 from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed import launch
@@ -137,12 +137,11 @@ def test_killed_rank_is_named_and_nothing_is_left_running(training, tmp_path):
     os.kill(victims[1], signal.SIGKILL)
     assert training.wait(600) == 7, tail(tmp_path)
     assert re.search(r"Rank 1 of this run .* was killed by SIGKILL at step \d+, ", the_message(tmp_path))
-    assert not any(Path(f"/proc/{rank}").exists() for rank in victims)
+    assert not any(map(alive, victims))
 
 
 def processes_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(rank) for rank in children if b"fxtune" in Path(f"/proc/{rank}/cmdline").read_bytes()]
+    return children(launcher, "fxtune")
 
 
 @pytest.mark.slow
@@ -153,7 +152,7 @@ def test_stopped_rank_is_named_and_the_run_ends_within_a_minute(training, tmp_pa
     message = [line for line in tail(tmp_path, 10**6).splitlines() if line.startswith("fxtune: Rank")]
     assert len(message) == 1
     assert re.search(r"Rank 1 of this run \(.*, process \d+\) has not run for 45 s .* at step \d+, ", message[0])
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not any(map(alive, ranks))
 
 
 @pytest.mark.slow
@@ -162,7 +161,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(training, tmp_path):
     assert len(ranks) == 2
     training.kill()
     training.wait()
-    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    wait_for(lambda: not any(map(alive, ranks)))
     logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert int(newest.name.removeprefix("step-")) == logged

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.harness import command, kill, user_environment, wait_for
 from support.killing import tail
+from support.processes import alive, children
 from support.ranks import free_port, messages
 
 pytestmark = pytest.mark.slow
@@ -41,14 +42,15 @@ def test_tasks_of_srun_train_together(ranks, tmp_path):
 def test_port_in_use_is_named(ranks, tmp_path, taken):
     codes = ranks.run(command(tmp_path, *SHORT), tmp_path, MASTER_PORT=taken, FXTUNE_MEETING_SECONDS="4")
     assert codes == [7, 7], tail(tmp_path)
-    assert f"Port {taken} of {socket.gethostname()}, where the ranks are to meet, is in use" in messages(tmp_path)[0]
+    said = "\n".join(messages(tmp_path))  # of both ranks, in any order
+    assert f"Port {taken} of {socket.gethostname()}, where the ranks are to meet, is in use" in said
 
 
 def test_host_that_cannot_be_reached_is_named(forks, tmp_path):
     """192.0.2.1 is an address of documentation (RFC 5737): nobody answers."""
     environ = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "FXTUNE_MEETING_SECONDS": "3"}
     place = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(free_port())}
-    assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait(120) == 7, tail(tmp_path)
+    assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait() == 7, tail(tmp_path)
     assert len(messages(tmp_path)) == 1, messages(tmp_path)
     assert "cannot reach the others at 192.0.2.1:" in messages(tmp_path)[0]
 
@@ -56,9 +58,9 @@ def test_host_that_cannot_be_reached_is_named(forks, tmp_path):
 def test_rank_that_never_comes_is_named(forks, tmp_path):
     """As in a shell of `srun --pty`, which is one task of several."""
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
-    environ = {**slurm, "SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost", "FXTUNE_MEETING_SECONDS": "12"}
+    environ = {**slurm, "SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost", "FXTUNE_MEETING_SECONDS": "30"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait(120) == 7, tail(tmp_path)
+    assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait() == 7, tail(tmp_path)
     assert len(messages(tmp_path)) == 1, messages(tmp_path)
     assert "Only 1 of 2 ranks came to 127.0.0.1:" in messages(tmp_path)[0]
     assert "Waiting for rank 1 of 2" in tail(tmp_path, 10**6)  # long before
@@ -120,9 +122,9 @@ def test_killed_torchrun_ends_its_ranks_with_one_message(tmp_path):
     agent = torchrun(0, 0, command(tmp_path, "train.epochs=400"), tmp_path, "--standalone --nproc-per-node=2")
     try:
         wait_for(lambda: "step=1/" in tail(tmp_path, 10**6), agent)
-        ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        ranks = children(agent.pid)
         agent.kill()  # the kernel sends its ranks a SIGTERM
-        wait_for(lambda: not any(Path("/proc", rank).exists() for rank in ranks))
+        wait_for(lambda: not any(map(alive, ranks)))
     finally:
         kill(agent)
     assert len(messages(tmp_path)) == 1, messages(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -122,11 +121,8 @@ def test_killed_rank_ends_the_other_and_the_same_command_resumes_bit_for_bit(ran
     words = made(tmp_path / "whole")
     assert ranks.run(words, tmp_path / "whole") == [0, 0]
     words = made(tmp_path / "killed")
-    first, second = ranks.start(words, tmp_path / "killed", "before")
-    assert first.until("training", 9), tail(tmp_path / "killed")
-    second.kill()
-    assert second.wait() == -signal.SIGKILL
-    assert first.wait() == 7, tail(tmp_path / "killed")
+    codes = ranks.run(words, tmp_path / "killed", "before", faults={1: "SIGKILL@9"})
+    assert codes == [7, -signal.SIGKILL], tail(tmp_path / "killed")
     said = [line for line in tail(tmp_path / "killed", 10**6).splitlines() if line.startswith("fxtune:")]
     assert len(said) == 1
     assert "lost another rank while" in said[0]
@@ -144,10 +140,7 @@ def test_signal_at_one_rank_saves_and_ends_both(ranks, forks, tmp_path, which):
     assert ranks.run(whole, tmp_path / "whole") == [0, 0]
     folder = tmp_path / "stopped"
     words = made(folder)
-    both = ranks.start(words, folder, "before")
-    assert both[0].until("training", 7), tail(folder)
-    os.kill(both[which].pid, signal.SIGTERM)
-    assert [forked.wait() for forked in both] == [75, 75], tail(folder)
+    assert ranks.run(words, folder, "before", faults={which: "SIGTERM@7"}) == [75, 75], tail(folder)
     said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
     assert len(said) == 1
     assert "SIGTERM: saved after step" in said[0]

@@ -16,7 +16,7 @@ from support.sharded import run_ranks
 from fxtune.distributed import failure
 from fxtune.distributed import world as worlds
 from fxtune.distributed.world import Device, World
-from fxtune.errors import ConfigError, HardwareError, LostRankError
+from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError
 
 
 def test_cpu_world_has_the_facts_of_the_machine():
@@ -133,6 +133,30 @@ def test_meshes_of_gpus_do_not_split_the_group(monkeypatch):
     monkeypatch.setattr(World, "gather", lambda self, value, doing: [value])
     worlds._join(World(torch.device("cuda", 1), 1, 2))
     assert group.bound_device_id is None
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:1234", LostRankError),
+        ("[gloo/transport/tcp/device.cc:84] rv != -1. Unable to resolve hostname", RankError),
+    ],
+)
+def test_a_rank_that_ends_while_the_others_join_is_lost_and_a_wrong_address_is_named(monkeypatch, said, error):
+    """The launcher then names the rank that ended: its end is the cause, and no firewall."""
+
+    def init(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "PrefixStore", lambda _, store: store)
+    monkeypatch.setattr(failure, "find_store", lambda _: None)
+    monkeypatch.setattr(failure, "begin_run", lambda store: store)
+    monkeypatch.setattr(worlds, "_wait_for_all", lambda *_: None)
+    with pytest.raises(RankError) as raised:
+        worlds._join(World(torch.device("cpu"), 1, 2))
+    assert type(raised.value) is error
+    assert ("firewall" in str(raised.value)) == (error is RankError)
 
 
 def _chosen(world) -> tuple[str, str]:

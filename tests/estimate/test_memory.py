@@ -13,7 +13,8 @@ from support.forecasts import LLAMA, PEFT, QWEN3_5, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.estimate.memory import forecast, trained_parameters
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.weights import trained_parameters
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora

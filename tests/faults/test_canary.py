@@ -19,6 +19,7 @@ from support.servers import Wandb, serving
 
 from fxtune.cli import doctor
 from fxtune.cli import main as command
+from fxtune.tracking import client
 from fxtune.tracking import tracker as tracking
 from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
 from fxtune.tuning import trial
@@ -200,6 +201,8 @@ def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
 
 @pytest.mark.parametrize("mode", [WandbMode.online, WandbMode.offline])
 def test_password_in_wandb_address_is_in_no_log_and_reported_once(mode, planted, monkeypatch):
+    for name in ("END_TIMEOUT", "UPLOAD_TIMEOUT", "START_TIMEOUT", "SERVICE_TIMEOUT"):  # the machine may be busy
+        monkeypatch.setattr(client, name, 300.0)
     notes: list[str] = []
     run = planted / "work" / mode.value
     with serving(Wandb()) as server:

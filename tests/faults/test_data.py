@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import tracemalloc
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +20,7 @@ import pytest
 import torch
 from support import harness
 from support.cases import pairs, slow_but
+from support.processes import children
 from transformers import AutoTokenizer
 
 from fxtune.data.batches.build import plan_training
@@ -378,15 +378,8 @@ def test_killed_loader_workers_change_no_batch(tokenizer, tmp_path, capsys):
 
 
 def loaders() -> set[int]:
-    """All running processes that a fork server started."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"forkserver" in (entry / "cmdline").read_bytes():
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
+    """The processes that this process's fork server started. Other test workers have fork servers, too."""
+    return {worker for server in children(os.getpid(), "forkserver") for worker in children(server)}
 
 
 @pytest.mark.slow
@@ -412,7 +405,7 @@ def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
         "data.cache_dir=cache",
     ]
     run = forks.start(words, tmp_path)
-    worker = harness.wait_for(lambda: run.ended() or tokenize_worker(run.pid))
+    worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")), None))
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
     assert not run.ended(), (tmp_path / "log.txt").read_text()
     os.kill(worker, signal.SIGKILL)
@@ -422,13 +415,6 @@ def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
     assert "data.workers=1 (now 2)" in " ".join(said.split())
     assert "Traceback" not in said
     assert not list(tmp_path.glob("cache/tokens/*/"))
-
-
-def tokenize_worker(pid: int) -> int | None:
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    return None
 
 
 @pytest.mark.slow

@@ -120,17 +120,21 @@ def test_signal_waits_for_the_current_save(run_, monkeypatch):
 @pytest.mark.slow
 def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said):
     run_.checkpoint.every = 3
-    real, tries = stored.write, []
+    real, tries, signalled = stored.write, [], threading.Event()
 
     def failing(*given):
         tries.append(given[0].name)
         if len(tries) == 1:
-            time.sleep(0.3)
+            signalled.wait(600)
             raise OSError(28, "No space left on device")
         return real(*given)
 
+    def send_and_fail() -> None:
+        send()
+        signalled.set()
+
     monkeypatch.setattr(stored, "write", failing)
-    at_step(monkeypatch, 3, send)
+    at_step(monkeypatch, 3, send_and_fail)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert tries == [".staging-step-00000003"] * 2

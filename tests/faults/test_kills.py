@@ -107,8 +107,8 @@ def test_paused_extended_and_killed_run_equals_a_longer_one(forks, tmp_path):
     assert forks.start([*words, "train.max_steps=12"], whole).wait() == 0, tail(whole)
     assert forks.start([*words, "train.max_steps=8", "train.pause_after=3"], broken).wait() == 0, tail(broken)
     assert forks.start([*words, "train.max_steps=8"], broken).wait() == 0, tail(broken)
-    extended = forks.start([*words, "train.max_steps=12"], broken)
-    assert extended.until("training", 2), tail(broken)
+    extended = forks.start([*words, "train.max_steps=12"], broken, stops=("training", 2))
+    assert extended.stopped(), tail(broken)
     extended.kill()
     assert extended.wait() == -9
     assert forks.start([*words, "train.max_steps=12"], broken).wait() == 0, tail(broken)
@@ -234,8 +234,8 @@ def test_killed_refresh_goes_on_and_serves_the_same_adapter(forks, tmp_path):
     undisturbed = forks.start(words, whole)
     assert undisturbed.wait() == 0, tail(whole)
     for phase, occurrence in (("tokenising", 1), ("training", 4), ("training", 3), ("finishing", 1)):
-        attempt = forks.start(words, broken)
-        assert attempt.until(phase, occurrence), tail(broken)
+        attempt = forks.start(words, broken, stops=(phase, occurrence))
+        assert attempt.stopped(), tail(broken)
         attempt.kill()
         assert attempt.wait() == -9
         assert (broken / "run.refresh" / "current").resolve() == broken / "run"

@@ -112,9 +112,16 @@ def test_waiting_for_another_tokenizing_process_is_reported(cwd, capsys):
     [lock] = Path("cache/tokens").glob("*.lock")
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        threading.Timer(1.5, fcntl.flock, [held, fcntl.LOCK_UN]).start()
+        seen, waits = [], "Another process is tokenizing rows.jsonl; waiting for it."
+
+        def end_when_it_waits() -> None:
+            wait_for(lambda: seen.append(capsys.readouterr().out) or waits in "".join(seen))
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        other = threading.Thread(target=end_when_it_waits)
+        other.start()
         assert len(tokenize(data.sources[0], data, tokenizer, progress=False)) == 1
-    assert "Another process is tokenizing rows.jsonl; waiting for it." in capsys.readouterr().out
+        other.join()
 
 
 # --- exit codes

@@ -18,7 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,9 +74,12 @@ def test_invalid_recipes_are_listed_and_cannot_be_copied(cwd, capfd):
         file.truncate(4 << 30)
     Path("recipes/binary.yaml").write_bytes(b"\xff\xfe\0")
     Path("recipes/\x1b[31m.yaml").write_text("# \x1b[2J cleared\n")
-    began = time.process_time()
-    assert program.main(["recipes"]) == 0
-    assert time.process_time() - began < 5
+    tracemalloc.start()
+    try:
+        assert program.main(["recipes"]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 1 << 30, "the 4 GiB of the huge file were read"
+    finally:
+        tracemalloc.stop()
     message = capfd.readouterr().out
     assert "\x1b" not in message
     assert "\u241b[2J cleared" in message
@@ -133,12 +136,8 @@ def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch)
         "fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
     )
     Path("greedy.jinja").write_text(GREEDY[what])
-    began = time.process_time()
     with pytest.raises(DataError, match=r"stopped: it needs more than (0\.5 s of processor time|200 MiB of memory)"):
         Encoder(tokenizer, FORMATS["messages"], "greedy.jinja")
-    assert (
-        time.process_time() - began < 60
-    )  # the created objects must still be freed, which takes time in a long test session
 
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
@@ -661,10 +660,8 @@ def test_pickles_in_a_run_folder_are_not_read(small, cwd):
 def test_malicious_run_config_is_refused_and_runs_no_code(text, cwd):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(text)
-    began = time.process_time()
-    with pytest.raises(StorageError, match="the config of the run there"):
+    with pytest.raises(StorageError, match="the config of the run there"):  # read on, "million million" never ends
         claim("run", "run", "auto", {"run": {"seed": 1}})
-    assert time.process_time() - began < 5
     assert not Path("ran").exists()
 
 

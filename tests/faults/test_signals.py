@@ -18,6 +18,7 @@ import pytest
 from support.endings import Ending, Traced
 from support.harness import ROOT, command, user_environment, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
+from support.processes import waits
 
 from fxtune.config import compose
 
@@ -31,7 +32,7 @@ def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
 
     Returns the exit code.
     """
-    (os.killpg if group else os.kill)(forked.pid, how)
+    forked.send(how, group)
     return forked.wait()
 
 
@@ -66,8 +67,8 @@ def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
         ]
     ):
         trace = f"trace-{number}.jsonl"
-        forked = forks.start(words, folder, trace)
-        assert forked.until(phase, occurrence), tail(folder)
+        forked = forks.start(words, folder, trace, stops=(phase, occurrence))
+        assert forked.stopped(), tail(folder)
         assert stop(forked, how) == code, tail(folder)
         said.append([line for line in tail(folder, WHOLE).splitlines() if line.startswith("fxtune:")][-1])
         attempts.append(Traced.read(folder / trace))
@@ -170,7 +171,10 @@ def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
 
     def quiet() -> bool:
         before = Traced.read(forked.file).lines
-        time.sleep(3)  # longer than a step
+        for _ in range(30):  # longer than a step
+            time.sleep(0.1)
+            if not waits(forked.pid):  # as a run does that computes, and one that gets no processor
+                return False
         return Traced.read(forked.file).lines == before
 
     wait_for(quiet)

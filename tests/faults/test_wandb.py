@@ -100,13 +100,13 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
 @pytest.mark.parametrize("fault", ["silent", "breaks", 401])
 def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, monkeypatch, fault, capsys):
     """W&B's library reports a silent server as an incomplete upload, and the other faults as success."""
-    monkeypatch.setattr(client, "UPLOAD_TIMEOUT", 6.0)
     notes: list[str] = []
     with start(tmp_path / "run", notes, wandb_id=RUN) as tracker:
         for step in range(1, 6):
             tracker.log(step, {"train/loss": 1.0})
             tracker.log(step, {"eval/loss": 2.0})
     assert steps(server) == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(client, "UPLOAD_TIMEOUT", 6.0)  # the next upload cannot end
     tracker = start(tmp_path / "run", notes, resume_step=5)
     wait_until_ready(tracker)
     server.mode = fault

@@ -11,8 +11,9 @@ from support.published import PUBLISHED
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.estimate.memory import forecast, trained_parameters
+from fxtune.estimate.memory import forecast
 from fxtune.estimate.traffic import step_traffic
+from fxtune.estimate.weights import trained_parameters
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape

@@ -203,6 +203,7 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
         ("run/merged", AutoModelForSequenceClassification.from_pretrained("run/merged", dtype=torch.float32).eval()),
     ):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{text}\n" for text in texts)))
+        assert main(["chat", folder, "--system", "Be brief."]) == 2
         assert main(["chat", folder, "--json", "said.json"]) == 0
         said = json.loads(Path("said.json").read_text())["texts"]
         for entry, text in zip(said, texts, strict=True):

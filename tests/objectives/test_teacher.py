@@ -77,7 +77,7 @@ def test_the_student_comes_nearer_to_its_teacher(cwd):
     words = [*WORDS, "model.adapter=tuned/adapter", "objective.teacher=builtin:tiny", "train.max_steps=12"]
     assert main([*words, "sampler.answers=8", "optimizer.lr=1e-3"]) == 0
     kl = [line["rollout/teacher_kl"] for line in history(Path("run")) if "rollout/teacher_kl" in line]
-    assert kl[0] > 0.02
+    assert kl[0] > 0.005
     assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2])
 
 

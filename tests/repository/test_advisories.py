@@ -103,7 +103,7 @@ sys.exit(any(package.get("vulns") for package in answer))
 """
 
 
-def audit(folder: Path, known: object, found: object, seconds: str = "30") -> subprocess.CompletedProcess:
+def audit(folder: Path, known: object, found: object, seconds: str = "300") -> subprocess.CompletedProcess:
     """Run the script with a fake pip-audit that answers `known` for the vulnerable version and `found` for the
     installed packages.
     """
@@ -144,7 +144,7 @@ def test_audit_lists_vulnerabilities_and_fails_if_one_has_a_fix(found, code, lin
     ],
 )
 def test_audit_that_cannot_run_reports_why(known, found, reason, tmp_path):
-    done = audit(tmp_path, known, found, seconds="2")
+    done = audit(tmp_path, known, found, seconds="2" if "hang" in (known, found) else "300")
     assert done.returncode == 0
     assert done.stdout.startswith("audit: not done, ")
     assert reason in done.stdout

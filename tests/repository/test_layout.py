@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "training/rollouts/episodes.py": "test_environment.py, by the public command",
+    "estimate/weights.py": "test_memory.py, in the forecast of a step",
     "objectives/dpo.py": "test_preferences.py, a table of formulas",
     "objectives/ipo.py": "test_preferences.py, a table of formulas",
     "objectives/orpo.py": "test_preferences.py, a table of formulas",

@@ -411,6 +411,7 @@ def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_peers.baselines, "today", lambda: "2026-11-30")
     with bench_peers.baselines.circumstances("0,1") as made:
         while not Path("done").exists():
             time.sleep(0.01)
@@ -418,7 +419,7 @@ def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
     found = bench_peers.measurement(row)
     assert (found.card, found.clock_mhz, found.versions["driver"]) == ("H200", 1770, "580.65")
     assert found.versions["torch"] == torch.__version__
-    assert found.date == bench_peers.baselines.today()
+    assert found.date == "2026-11-30"
 
 
 def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):

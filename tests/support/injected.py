@@ -9,6 +9,7 @@ import errno
 import functools
 import math
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,14 @@ def _bug(step: int) -> None:
     _before(TrainStep, "backward", fail)
 
 
+def _signal(number: signal.Signals, step: int) -> None:
+    """The rank gets a signal in this step: it cannot have ended before, as if a test sent it."""
+    from fxtune.training.step import TrainStep
+
+    now = _once_in_step(step)
+    _before(TrainStep, "backward", lambda *_: os.kill(os.getpid(), number) if now() else None)
+
+
 def _packages(_: int) -> None:
     from fxtune.distributed import world
 
@@ -171,4 +180,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "missing file": _missing_file,
     "bug": _bug,
     "packages": _packages,
+    "SIGKILL": functools.partial(_signal, signal.SIGKILL),
+    "SIGTERM": functools.partial(_signal, signal.SIGTERM),
 }

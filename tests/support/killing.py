@@ -29,13 +29,16 @@ from support.harness import (
     HERE,
     command,
     user_environment,
+    wait_for,
     write_chats,
     write_companions,
     write_preferences,
     write_texts,
 )
 from support.mixtures import ON_EXPERTS, QWEN3_MOE
+from support.processes import alive, group, stopped
 from support.processors import write_model, write_picture_rows
+from support.traced import STOP
 
 START = 600
 """Seconds that a server may take to import all packages, on a machine with other work on it."""
@@ -86,11 +89,13 @@ class ForkServer:
         trace: str = "trace.jsonl",
         last_operation: int = 0,
         function: str = "fxtune.cli.main:main",
+        stops: tuple[str, int] | None = None,
         **environ: str,
     ) -> Forked:
         """Start a run in `folder`, or another `function` ("module:name") of a list of words, which returns an exit code.
 
-        Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch().
+        Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch(). `stops`: see
+        Forked.
         """
         assert self.process.stdin
         (folder / trace).unlink(missing_ok=True)
@@ -100,14 +105,14 @@ class ForkServer:
             "log": str(folder / "log.txt"),
             "trace": str(folder / trace),
             "last_operation": last_operation,
-            "environ": environ,
+            "environ": {**environ, **({STOP: f"{stops[0]}@{stops[1]}"} if stops else {})},
             "function": function,
         }
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         while "started" not in (answer := self._heard(START)):
             self.ended[answer["ended"]] = answer["status"]
         self.ended.pop(answer["started"], None)  # an earlier run had the same process id
-        return Forked(self, answer["started"], folder / trace)
+        return Forked(self, answer["started"], folder / trace, stops=stops)
 
     def status(self, pid: int, timeout: float) -> int:
         """The exit code of a run, after its end. Raises TimeoutError."""
@@ -177,6 +182,21 @@ class Forked:
     pid: int
     file: Path
     began: float = field(default_factory=time.monotonic)
+    stops: tuple[str, int] | None = None
+    """The phase, and which of its occurrences, at which the run stops itself."""
+
+    def stopped(self) -> bool:
+        """Wait until the run has stopped itself; False if it ends before. A kill ends it there, and so does send()."""
+        assert self.stops
+        return (
+            self.until(*self.stops) and bool(wait_for(lambda: stopped(self.pid) or self.ended())) and not self.ended()
+        )
+
+    def send(self, how: signal.Signals, group: bool = False) -> None:
+        """Send a signal to the run, or to its process group, and let a run that has stopped itself go on with it."""
+        (os.killpg if group else os.kill)(self.pid, how)
+        with contextlib.suppress(ProcessLookupError):  # the signal has ended it
+            os.kill(self.pid, signal.SIGCONT)
 
     def wait(self, timeout: float = 600) -> int:
         """Wait for the end of the run.
@@ -198,9 +218,7 @@ class Forked:
         return time.monotonic()
 
     def ended(self) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return True
+        return not alive(self.pid)
 
     def until(self, phase: str, occurrence: int = 1, timeout: float = 600) -> bool:
         """Wait until the run enters `phase` for the n-th time.
@@ -222,15 +240,11 @@ class Forked:
         raise AssertionError(f"the run has not entered {phase!r} {occurrence} times within {timeout} s")
 
     def children_left(self, within: float = 120) -> bool:
-        """Whether a process of the run's group still exists `within` seconds after its end."""
+        """Whether a process of the run's group still runs `within` seconds after its end."""
         until = time.monotonic() + within
-        while time.monotonic() < until:
-            try:
-                os.killpg(self.pid, 0)
-            except ProcessLookupError:
-                return False
+        while (left := bool(group(self.pid))) and time.monotonic() < until:
             time.sleep(0.05)
-        return True
+        return left
 
 
 @dataclass(frozen=True)

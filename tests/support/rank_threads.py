@@ -20,11 +20,12 @@ _NUMBERS = itertools.count()
 
 def on_ranks(ranks: int, work: Callable[[int, str], Result]) -> list[Result]:
     """work(rank, name of the process group) in a thread for each rank; the results in their order."""
-    store, number = dist.HashStore(), next(_NUMBERS)
+    store, number, groups = dist.HashStore(), next(_NUMBERS), list[dist.ProcessGroup]()
 
     def one(rank: int) -> Result:
         name = f"threads-{number}-{rank}"
         group = dist.ProcessGroup(store, rank, ranks)
+        groups.append(group)  # its connections stay open until the last thread has ended
         backend = dist.ProcessGroupGloo(store, rank, ranks, PATIENCE)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         group._set_group_name(name)

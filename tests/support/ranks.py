@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +20,17 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 number of threads sums in another order."""
 
 
+_PORTS = itertools.count(61 * os.getpid())
+
+
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A port at which nothing listens. It lies below the ports that Linux hands out to programs that name none, so that
+    no connection takes it before the ranks do, and other test workers are asked for other ports."""
+    while True:
+        port = 10_000 + next(_PORTS) % 20_000
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def messages(folder: Path) -> list[str]:

@@ -66,7 +66,8 @@ def run_ranks(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
             except EOFError:
                 process.join()
                 results.append(process.exitcode)
-        for process, _ in ends:
+        for process, end in ends:
+            end.close()
             process.join()
     for result in results:
         if isinstance(result, AssertionError):
@@ -81,6 +82,7 @@ def _rank(end: Connection, meeting: str, rank: int, count: int, work: Callable[.
     try:
         with World(torch.device("cpu"), rank, count) as world:
             end.send(work(*given, world))
+            end.poll(None)  # a rank that ends breaks the connections of a rank that is still making them
     except BaseException as error:  # the test shows it
         end.send(AssertionError(f"rank {rank}: {type(error).__name__}: {error}"))
         raise

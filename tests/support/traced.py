@@ -24,15 +24,25 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+STOP = "FXTUNE_TEST_STOP"
+"""Environment variable `PHASE@N`: the run stops itself with SIGSTOP when it enters the phase for the N-th time. So it
+cannot go on before the test, which may be slow, has sent its signal."""
+
 
 class Trace:
     """Lines of JSON, each with the time `at` of a clock that all processes share."""
 
     def __init__(self, file: str) -> None:
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.stop, _, number = os.environ.pop(STOP, "").partition("@")
+        self.left, self.process = int(number or 0), os.getpid()
 
     def write(self, **line: Any) -> None:
         os.write(self.descriptor, (json.dumps({"at": time.monotonic(), **line}) + "\n").encode())
+        if line.get("enter") == self.stop and os.getpid() == self.process:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(self.process, signal.SIGSTOP)
 
     def phase(self, owner: Any, name: str, phase: str) -> None:
         """Wrap `owner.name` so that it writes a line at its start and end."""

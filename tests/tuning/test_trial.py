@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import limit_counts_from, wait_for
+from support.processes import alive
 
 import fxtune
 from fxtune.tuning import trial
@@ -35,13 +36,6 @@ def program(cwd, monkeypatch):
         return path
 
     return make
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def pids() -> list[int]:

@@ -72,7 +72,7 @@ class Signals:
             self._before.clear()
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._pipe[1])  # ends the thread, which closes the other end
-            self._pipe = (-1, -1)
+            self._pipe, self.received = (-1, -1), None
 
     def check(self) -> None:
         """Raise Stopped if a signal has arrived."""

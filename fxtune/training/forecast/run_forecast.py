@@ -24,9 +24,10 @@ from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
 from fxtune.estimate.cards import rates
 from fxtune.estimate.cpu_speed import cpu_speed
-from fxtune.estimate.memory import BYTES, Need, beside_of, shape_of, trained_parameters
+from fxtune.estimate.memory import Need
 from fxtune.estimate.step_time import forward_seconds, image_seconds, micro_batch_seconds, update_seconds
 from fxtune.estimate.traffic import step_traffic
+from fxtune.estimate.weights import BYTES, beside_of, shape_of, trained_parameters
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageWork
 from fxtune.models.kinds.known import kind_of

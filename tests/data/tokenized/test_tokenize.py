@@ -1,13 +1,13 @@
 """Token tables are the same from one process or several, from the cache or not, after a kill and with two runs at once."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.harness import wait_for
+from support.processes import alive, children
 from support.rows import TOKENIZE_TEMPLATE, numbered_chat, token_folders, write_jsonl
 
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
@@ -166,35 +166,17 @@ def test_killed_run_leaves_no_workers_and_no_partial_table(tokenizer, table_of, 
     path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(30_000)])
     (tmp_path / "go").touch()
     run = start(tmp_path, tmp_path / "go", 2)
-    while not list(tmp_path.glob("cache/tokens/*.staging/ids.npy")) or len(workers := _workers(run.pid)) < 2:
+    while (
+        not list(tmp_path.glob("cache/tokens/*.staging/ids.npy"))
+        or len(workers := children(run.pid, "spawn_main")) < 2
+    ):
         assert run.poll() is None, run.communicate()
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    deadline = time.monotonic() + 300
-    while any(map(_alive, workers)):
-        assert time.monotonic() < deadline, "workers outlive the process that started them"
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(alive, workers)))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:50]))
     assert len(table_of(path)) == 50
-
-
-def _workers(pid: int) -> list[int]:
-    return [
-        int(child)
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return (
-            os.stat(f"/proc/{pid}") is not None
-            and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
-        )
-    except OSError:
-        return False
 
 
 def test_system_of_the_config_makes_other_tokens(tokenizer, tmp_path):

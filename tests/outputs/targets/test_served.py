@@ -7,7 +7,6 @@ import io
 import json
 import shlex
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from support.architectures import lora, on_disk, prepared_model
 from support.llama_cpp import real_llama_cpp
+from support.ranks import free_port
 from support.vllm_server import real_vllm
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -115,9 +115,7 @@ def test_vision_quickstart_answers_in_llama_cpp_through_its_mmproj_file(tmp_path
     words = ["--to", "gguf", "--llama-cpp", str(tools), "--json", str(out)]
     assert main(["export", str(deeper), *words, str(tmp_path / "files")]) == 0
     program, *options = shlex.split(json.loads(out.read_text())["command"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([str(tools / "build" / "bin" / program), *options, "--port", str(port)])
     try:
         client = Client(f"http://127.0.0.1:{port}", 60)

@@ -82,9 +82,11 @@ def test_cpu_quota_of_a_control_group_counts(tmp_path, monkeypatch, files):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
 def test_freed_memory_is_used_again():
-    """A large block at the place of one that was freed needs no new pages."""
+    """A large block at the place of one that was freed needs no new pages. Small ones are counted: a huge page of the
+    kernel stands for 512 of them, and a few pages of Python's own would weigh as much."""
     code = """
-import resource, sys
+import ctypes, resource, sys
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 from fxtune.system.machine.host import reuse_freed_memory
 if sys.argv[1] == "reuse":
     reuse_freed_memory()

@@ -7,15 +7,9 @@ import sys
 from pathlib import Path
 
 from support.harness import limit_counts_from, wait_for
+from support.processes import alive
 
 from fxtune.system.process.process_group import TAIL, run_process
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_exit_code_end_of_output_and_time_are_returned():

@@ -54,6 +54,13 @@ def test_error_that_follows_a_signal_is_the_signal():
         library()
 
 
+def test_signal_is_forgotten_with_the_work_that_it_ended():
+    """Otherwise ranks that train on in this process would stop once more."""
+    with SIGNALS, pytest.raises(Stopped):
+        send()
+    assert SIGNALS.received is None
+
+
 def test_handlers_are_restored_and_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

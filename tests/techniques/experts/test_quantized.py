@@ -19,10 +19,11 @@ from support.mxfp4 import in_mxfp4
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import StorageError
-from fxtune.estimate.memory import RecomputePlan, forecast
+from fxtune.estimate.memory import forecast
 from fxtune.estimate.step_time import layer_time
 from fxtune.export.save import save_model
 from fxtune.facts.options import DType, Switch, WeightFormat
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels.fp8 import Weight
 from fxtune.kernels.fp8_experts import dequantize_experts
 from fxtune.models.experts import experts_of

@@ -13,9 +13,11 @@ import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 from support.cases import slow_but
 
-from fxtune.estimate.memory import RecomputePlan, forecast, linear_bytes
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.weights import linear_bytes
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Autocast, DType, WeightFormat
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer

@@ -213,15 +213,15 @@ def test_the_model_reads_what_is_wrong_with_a_call(cwd):
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments", "part"),
+    ("tool", "arguments", "part", "limit"),
     [
-        pytest.param("slow", {"seconds": 60}, "the tool slow took longer", marks=pytest.mark.slow),
-        ("die", {}, "the tool die ended its process"),
+        pytest.param("slow", {"seconds": 6000}, "the tool slow took longer", 15, marks=pytest.mark.slow),
+        ("die", {}, "the tool die ended its process", 600),
     ],
 )
-def test_a_tool_that_hangs_or_ends_its_process_is_named_with_its_row(cwd, capfd, tool, arguments, part):
+def test_a_tool_that_hangs_or_ends_its_process_is_named_with_its_row(cwd, capfd, tool, arguments, part, limit):
     write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": "What?"}], "answer": 5}] * 3)
-    words = [*WORDS, "train.max_steps=1", "train.global_batch_size=3", "sampler.reward_seconds=5", FAILS]
+    words = [*WORDS, "train.max_steps=1", "train.global_batch_size=3", f"sampler.reward_seconds={limit}", FAILS]
     with vllm_server(TINY) as server:
         words.append(f"sampler.url={server.url}")
         server.script = script([call(tool, arguments), f"Oh.{END}"], [f"Five.{END}"], *[RIGHT, [f"Five.{END}"]] * 2)

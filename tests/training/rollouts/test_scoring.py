@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
+from support.processes import waits
 
 from fxtune.objectives.policy import RewardConfig
 from fxtune.plugins import REWARDS, files_used
+from fxtune.training.rollouts import scoring
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers
 
 PLUGIN = """
-import os, time
+import os, pathlib, time
 import fxtune
+
+folder = pathlib.Path(__file__).parent
 
 @fxtune.reward("words")
 def words(prompts, completions, completion_ids, answer, log_extra=None, log_metric=None, **kwargs):
@@ -34,6 +39,7 @@ def plain(completions):
 @fxtune.reward("bad")
 def bad(completions, **kwargs):
     kind = completions[0]
+    (folder / f"{os.getpid()}.{kind}").touch()
     if kind == "hang":
         time.sleep(600)
     if kind == "die":
@@ -44,14 +50,25 @@ def bad(completions, **kwargs):
 """
 
 SLOW = """
-import multiprocessing, time
+import multiprocessing, os, pathlib, time
 import fxtune
 
+folder = pathlib.Path(__file__).parent
+
+def waits(pid):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
 if multiprocessing.parent_process():
-    time.sleep(1.2)
+    (folder / f"{os.getpid()}.started").touch()
+    while len(list(folder.glob("*.started"))) > 1:  # the second process: until the first has answered and waits again
+        if answered := list(folder.glob("*.answered")):
+            if waits(answered[0].stem):
+                break
+        time.sleep(0.01)
 
 @fxtune.reward("slow")
 def slow(completions):
+    (folder / f"{os.getpid()}.answered").touch()
     return [1.0] * len(completions)
 """
 
@@ -75,7 +92,7 @@ def score(tmp_path):
     (tmp_path / "rewards.py").write_text(PLUGIN)
     with files_used([tmp_path / "rewards.py"]):
 
-        def of(names: list[str], *groups: list[str], seconds: float = 20.0):
+        def of(names: list[str], *groups: list[str], seconds: float = 600.0):
             workers = RewardWorkers([Call(name, {}) for name in names], seconds, 2)
             columns = {"answer": "4", "level": 1}
             made = [
@@ -104,23 +121,33 @@ def test_a_reward_that_fails_is_named_and_the_others_go_on(score):
     assert found["good"].rewards == {"bad": [0.5, 1.5]}
     assert not found["good"].problem
     assert "RuntimeError: no such tool" in found["raise"].problem
-    assert "rewards.py, line 28" in found["raise"].problem
+    assert "rewards.py, line 31" in found["raise"].problem
     assert "nan" in found["nan"].problem
     assert "1 rewards for 2 completions" in found["few"].problem
     assert all("bad" in found[kind].problem for kind in ("raise", "nan", "few", "text"))
     assert "the reward bad ended its process" in found["die"].problem
 
 
-def test_a_reward_that_hangs_is_ended(score):
-    hangs, good = score(["bad"], ["hang", "b"], ["good", "b"], seconds=3.0)
-    assert "sampler.reward_seconds=3" in hangs.problem
+def test_a_reward_that_hangs_is_ended(score, tmp_path, monkeypatch):
+    """By a clock that is beyond the limit once one reward hangs and the other has answered."""
+
+    def over() -> bool:
+        return any(tmp_path.glob("*.hang")) and any(waits(file.stem) for file in tmp_path.glob("*.good"))
+
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: 10.0 * over()))
+    hangs, good = score(["bad"], ["hang", "b"], ["good", "b"], seconds=0.1)
+    assert "sampler.reward_seconds=0.1" in hangs.problem
     assert good.rewards == {"bad": [0.5, 1.5]}
 
 
-def test_the_start_of_the_second_process_is_no_time_of_the_first_reward(score, tmp_path):
+def test_the_start_of_the_second_process_is_no_time_of_the_first_reward(score, tmp_path, monkeypatch):
+    """By a clock that the start of each process moves far beyond the limit."""
     (tmp_path / "slow.py").write_text(SLOW)
+    clock = SimpleNamespace(monotonic=lambda: 100.0 * len(list(tmp_path.glob("*.started"))))
+    monkeypatch.setattr(scoring, "time", clock)
     with files_used([tmp_path / "slow.py"]):
-        found = score(["slow"], ["a"], ["b"], seconds=1.0)
+        found = score(["slow"], ["a"], ["b"], seconds=30.0)
+    assert len(list(tmp_path.glob("*.started"))) == 2
     assert [scores.problem for scores in found] == ["", ""]
 
 
@@ -228,7 +255,7 @@ def test_a_reward_without_its_package_is_refused_with_the_command_that_installs_
 def test_an_answer_whose_value_takes_too_long_gets_0_and_the_worker_goes_on():
     """The limits of math-verify are signals, which need the main thread of the worker process."""
     hard = [r"\boxed{10^{10^{10}}}", r"\boxed{\sum_{n=1}^{1000000000} \frac{1}{n}}", "1 " * 20_000, r"\boxed{5}"]
-    workers = RewardWorkers([Call("math", {"seconds": 1})], 60.0, 1)
+    workers = RewardWorkers([Call("math", {"seconds": 1})], 600.0, 1)
     try:
         found = workers.score([Group(f"rows.jsonl:{line}", "", hard, [[1]] * 4, {"answer": "5"}) for line in (1, 2)])
     finally:
@@ -239,7 +266,7 @@ def test_an_answer_whose_value_takes_too_long_gets_0_and_the_worker_goes_on():
 
 def test_a_wrong_schema_of_one_row_is_a_problem_of_this_row():
     forms = [{"type": "object"}, {"type": "thing"}, {"type": "array"}]
-    workers = RewardWorkers([Call("json", {"column": "schema"})], 60.0, 1)
+    workers = RewardWorkers([Call("json", {"column": "schema"})], 600.0, 1)
     try:
         found = workers.score(
             [Group(f"rows.jsonl:{at}", "", ["[]"], [[1]], {"schema": form}) for at, form in enumerate(forms, 1)]
@@ -259,7 +286,7 @@ def test_unknown_and_missing_options_are_refused(score):
 
 
 TOOLS = """
-import asyncio, time
+import asyncio, pathlib, time
 import fxtune
 
 RESETS = []
@@ -283,6 +310,7 @@ class Tools:
 
     def hang(self) -> str:
         \"\"\"Wait.\"\"\"
+        pathlib.Path(__file__).with_name("hangs").touch()
         time.sleep(600)
 
     def get_reward(self):
@@ -297,7 +325,7 @@ def turn(tmp_path):
     (tmp_path / "tools.py").write_text(TOOLS)
     with files_used([tmp_path / "tools.py"]):
 
-        def of(rows: list[dict], calls: list[tuple], seconds: float = 20.0):
+        def of(rows: list[dict], calls: list[tuple], seconds: float = 600.0):
             workers = RewardWorkers([Call("environment", {})], seconds, 1)
             asked = enumerate(zip(rows, calls, strict=True), 1)
             begun = [
@@ -331,8 +359,9 @@ def test_a_reset_that_failed_is_no_reward_of_a_new_environment(turn):
     assert not scored.rewards
 
 
-def test_environments_that_end_with_their_process_name_the_row_that_ended_it(turn):
-    called, scored = turn([{}, {}], [("close", {"text": ""}), ("hang", {})], seconds=3)
+def test_environments_that_end_with_their_process_name_the_row_that_ended_it(turn, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: 10.0 * (tmp_path / "hangs").exists()))
+    called, scored = turn([{}, {}], [("close", {"text": ""}), ("hang", {})], seconds=0.1)
     assert not called[0].problem
     assert "hang took longer" in called[1].problem
     assert all("hang took longer" in scores.problem for scores in scored)

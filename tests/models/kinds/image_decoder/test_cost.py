@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.estimate.memory import beside_of, forecast, trained_parameters
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.weights import beside_of, trained_parameters
 from fxtune.facts.options import LoraOptions
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts

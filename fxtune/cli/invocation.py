@@ -20,13 +20,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from fxtune.checkpoint.run_folder import RESULT, sweep_folder
+from fxtune.checkpoint.run_folder import RESULT, RUNS, sweep_folder
 from fxtune.cli.answer import ANSWER
 from fxtune.cli.commands import COMMANDS, Command, print_result
 from fxtune.cli.sweep_results import SweepRun, show_results
 from fxtune.config import compose
 from fxtune.config.overrides import Choice
 from fxtune.config.root import Config, completed
+from fxtune.data.read.sources import require_usable
 from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import process_rank
@@ -58,6 +59,9 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
+    # A mistake in the data shows before the slow libraries are imported. `plan` and `eval` do not need every file.
+    if command.reads_data and command.name not in ("plan", "eval") and not (_run_root(config) / RESULT).exists():
+        require_usable(config.objective.data_config(config.data), command is COMMANDS["train"])
     progress.show("none" if process_rank().rank else config.tracking.display.value)
     with progress.phase("Loading the libraries", announce=False, part="imports"):
         from fxtune.settle.ranks import ranks_of
@@ -74,6 +78,10 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         result = module.run(config, **own)
     print_result(result)
     return result
+
+
+def _run_root(config: Config) -> Path:
+    return Path(os.path.expanduser(config.run.dir)) if config.run.dir else RUNS / config.run.name
 
 
 def _words(own: dict[str, Any]) -> Iterator[str]:
@@ -108,7 +116,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         failure.leave_run()
         try:
             config = compose.typed(cfg)
-            parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
+            parent = _run_root(config)
             as_written = redact(json.loads(json.dumps(asdict(config))))  # equals config.yaml in the run's folder
             root, resume = parent / title, config.run.resume.value
             folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))

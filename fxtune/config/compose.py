@@ -45,6 +45,9 @@ _ROOT = "train"
 _CHECKED_JOBS = 20
 """Number of jobs of a multirun that are checked before the first job starts. Each check takes 0.1 s."""
 
+_INDEXED = re.compile(r"[+\w.]*\.\d+[.=]")
+"""The beginning of an override of an entry of a list."""
+
 
 def load(overrides: list[str]) -> Config:
     """The config of a command line: `load(["+recipe=quickstart", "optimizer.lr=1e-4"])`. Raises ConfigError."""
@@ -79,6 +82,8 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
     for choice in choices:
         if choice.kind is ChoiceKind.group:
             store.leave_out(choice.key)
+        elif choice.kind is ChoiceKind.key:
+            store.add_entry(choice.key)
     _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
 
@@ -120,6 +125,8 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     for choice in choices:
         if choice.kind is not ChoiceKind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")
+        if _INDEXED.match(choice.text):
+            _check_indices([choice.text], cfg)
         value = OverridesParser.create().parse_override(choice.text).value()
         OmegaConf.update(cfg, choice.key, value, merge=False, force_add=True)
     config = typed(cfg)
@@ -183,6 +190,7 @@ def check_jobs(choices: list[Choice]) -> None:
 def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
     """The text of `--cfg` (the composed config, or only its key `package`), or of `--info` (how it was composed)."""
     texts = [choice.text for choice in choices]
+    _composed(texts)  # for its messages
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
         if cfg:
             hydra.show_cfg(_ROOT, texts, cfg, package, resolve)
@@ -256,7 +264,7 @@ def _composed(overrides: list[str]) -> DictConfig:
         try:
             cfg = compose(overrides)
         except (HydraException, OmegaConfBaseException):
-            indexed = [text for text in overrides if re.match(r"[+\w.]*\.\d+[.=]", text)]
+            indexed = [text for text in overrides if _INDEXED.match(text)]
             if indexed:
                 _check_indices(indexed, compose([text for text in overrides if text not in indexed]))
             raise
@@ -275,7 +283,7 @@ def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
         if int(index) >= len(entries):
             raise ConfigError(
                 f"{COMMAND_LINE}: `{key}`: {name} has {len(entries)} here, counted from 0. "
-                f"Give the whole list: '{name}=[{{path: ...}}]'"
+                f"Give the whole list: '{name}=[{{path: a}},{{path: b}}]'"
             )
 
 

@@ -24,6 +24,7 @@ from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
+from fxtune.system.terminal.units import counted
 
 KEY_COUNTS = 8
 """If documents share tokens, batch_spec() makes room for keys in portions of 1/KEY_COUNTS of all positions."""
@@ -339,6 +340,8 @@ class Plan:
         over = f"longer than {longest:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
+            # Long chats of one piece each were cut and not split.
+            is_split = counts.pieces > max(counts.split - counts.dropped, 1)
             split = f"documents {over} were split into {counts.pieces:,} pieces"
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"
@@ -349,12 +352,15 @@ class Plan:
                     dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
             elif table.split.chats and not table.format.as_tokenized:
                 split += " at their turns, each with its system prompt"
-                cut = f"of these were cut, because an answer with its question is {over}"
+                these = "of these" if is_split else "documents"
+                cut = f"{these} were cut, because an answer with its question is {over}"
+                lengths = np.diff((table.whole or table).offsets)
+                lost = f"{counts.lost_tokens:,} of {int(lengths[lengths > longest].sum()):,} tokens left out"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
                 dropped = f"are not used, because their answer begins behind the first {longest:,} tokens"
                 dropped += f", {lost}" * (not counts.truncated)
             for count, fate in (
-                (counts.split, f"{split}."),
+                (counts.split * is_split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
                 (counts.dropped, f"{table.format.noun} {dropped}."),
                 (
@@ -366,7 +372,7 @@ class Plan:
                 (counts.overlapping, f"{table.format.noun} are held out as well, and were left out of training."),
             ):
                 if count:
-                    notes.append(f"{table.name}: {count:,} {fate}")
+                    notes.append(f"{table.name}: {counted(count, fate)}")
         if self.stream.shared is not None:
             tokens, computed = (self.summary()[name] for name in ("tokens", "computed_tokens"))
             notes.append(

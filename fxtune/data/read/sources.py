@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.config import SourceConfig, TextUnit
+from fxtune.data.config import DataConfig, SourceConfig, TextUnit
 from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns, row_format
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.read import files, folders, hub_datasets, splits
@@ -129,7 +129,8 @@ class Source:
                 close = nearest(column, columns)
                 raise DataError(
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
-                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
+                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}. If the "
+                    f"recipe's `columns` are for other data, replace the source: 'data.sources=[{{path: {self.name}}}]'."
                 )
         rows = self._reading.read(usable)
         return [row.value for row in rows if row.value is not None]
@@ -148,10 +149,26 @@ class Source:
                 continue
             if reason := preference_columns(row, own.known_columns if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
-        if given is not None:
-            return given
         # If all rows are bad, any format will do: the first bad row becomes the error.
-        return detect_format(head, self.name) if head else FORMATS["text"]
+        form = given or (detect_format(head, self.name) if head else FORMATS["text"])
+        self._require_one_shape(form)
+        return form
+
+    def _require_one_shape(self, form: RowFormat) -> None:
+        """Raise DataError if some files have rows of `form`, and the first rows of another file have the columns of
+        another format."""
+        others, fitting = dict[str, list[str]](), list[str]()
+        for file in self.files if self.kind != "hub" and len(self.files) > 1 else ():
+            rows = [row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None]
+            if any(map(form.fits, rows)):
+                fitting.append(file.name)
+            elif known := next(filter(None, map(row_format, rows)), None):
+                others.setdefault(known.name, []).append(file.name)
+        if fitting and others:
+            found = [(fitting[0], form.name), *((names[0], name) for name, names in others.items())]
+            shown = " and ".join(f"{file} has the columns of {name}" for file, name in found)
+            paths = ", ".join(f"{{path: {file}}}" for file, _ in found)
+            raise DataError(f"{self.name}: {shown}. Make each file a source: 'data.sources=[{paths}]'.")
 
     def content_key(self) -> str:
         """A hash of the bytes that are read. The names of files do not change it."""
@@ -268,6 +285,30 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
         packed = [name for name in names if name.lower().endswith(files.PACKED) and name not in data]
         source.remark = folders.describe(subset, asked, chosen, data, packed)
     return source
+
+
+def require_usable(data: DataConfig, evaluates: bool) -> None:
+    """Raise one DataError that names the key of each of `data.sources` on this disk that cannot be opened, or whose
+    first rows have no format. `evaluates`: whether to look at eval_sources and questions, too. Downloads nothing."""
+    keys, problems = {f"data.sources.{at}": source for at, source in enumerate(data.sources)}, list[str]()
+    if evaluates:
+        keys |= {f"data.eval_sources.{at}": source for at, source in enumerate(data.eval_sources)}
+        path = data.applicable_questions().path
+        keys |= {"data.questions": SourceConfig(path=path, limit=data.questions.limit)} if path else {}
+    for key, config in keys.items():
+        part = "path"
+        try:
+            path = files.expand_path(config.path)
+            is_saved = any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
+            found = None if is_saved else files.find_files(config.path)  # `datasets` takes seconds to import
+            if found is not None and splits.is_plain_split(config.split):  # other splits count all rows
+                source = _open_files(config, path, found)
+                part, source.keeps_images = "columns" if config.columns else "path", True
+                source.format()
+        except DataError as error:
+            problems.append(f"{key}.{part}: {error}")
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:

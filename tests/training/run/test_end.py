@@ -303,7 +303,7 @@ def test_reward_accuracy_says_which_weights_are_best_and_the_loss_breaks_ties(tm
         state.step = step
         end.evaluated({"eval/reward_accuracy": accuracy, "eval/loss": loss}, schedule)
     assert (state.best_step, state.best_match, state.best_loss) == (6, 0.9, 0.5)
-    note = weights_note(6, state, config.train.stop.metric)
+    note = weights_note(6, state, config)
     assert note == "weights of step 6, which have the highest held-out reward_accuracy, 90.0%"
     assert end.decide(schedule, evaluated=True, looks=False) is not None
 

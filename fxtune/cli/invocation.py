@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from fxtune.checkpoint.run_folder import RESULT, RUNS, sweep_folder
+from fxtune.checkpoint.run_folder import RESULT, sweep_folder
 from fxtune.cli.answer import ANSWER
 from fxtune.cli.commands import COMMANDS, Command, print_result
 from fxtune.cli.sweep_results import SweepRun, show_results
@@ -59,9 +59,10 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
-    # A mistake in the data shows before the slow libraries are imported. `plan` and `eval` do not need every file.
-    if command.reads_data and command.name not in ("plan", "eval") and not (_run_root(config) / RESULT).exists():
-        require_usable(config.objective.data_config(config.data), command is COMMANDS["train"])
+    # Mistakes in the data show before slow libraries are imported. `plan`, `eval` and finished runs need not all data.
+    finished = config.run.dir and os.path.exists(os.path.join(os.path.expanduser(config.run.dir), RESULT))
+    if command.reads_data and command.name not in ("plan", "eval") and not finished:
+        require_usable(config.objective.data_config(config.data))
     progress.show("none" if process_rank().rank else config.tracking.display.value)
     with progress.phase("Loading the libraries", announce=False, part="imports"):
         from fxtune.settle.ranks import ranks_of
@@ -78,10 +79,6 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         result = module.run(config, **own)
     print_result(result)
     return result
-
-
-def _run_root(config: Config) -> Path:
-    return Path(os.path.expanduser(config.run.dir)) if config.run.dir else RUNS / config.run.name
 
 
 def _words(own: dict[str, Any]) -> Iterator[str]:
@@ -116,7 +113,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         failure.leave_run()
         try:
             config = compose.typed(cfg)
-            parent = _run_root(config)
+            parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
             as_written = redact(json.loads(json.dumps(asdict(config))))  # equals config.yaml in the run's folder
             root, resume = parent / title, config.run.resume.value
             folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))

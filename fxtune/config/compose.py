@@ -45,9 +45,6 @@ _ROOT = "train"
 _CHECKED_JOBS = 20
 """Number of jobs of a multirun that are checked before the first job starts. Each check takes 0.1 s."""
 
-_INDEXED = re.compile(r"[+\w.]*\.\d+[.=]")
-"""The beginning of an override of an entry of a list."""
-
 
 def load(overrides: list[str]) -> Config:
     """The config of a command line: `load(["+recipe=quickstart", "optimizer.lr=1e-4"])`. Raises ConfigError."""
@@ -125,8 +122,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     for choice in choices:
         if choice.kind is not ChoiceKind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")
-        if _INDEXED.match(choice.text):
-            _check_indices([choice.text], cfg)
+        _check_indices([choice.text], cfg)
         value = OverridesParser.create().parse_override(choice.text).value()
         OmegaConf.update(cfg, choice.key, value, merge=False, force_add=True)
     config = typed(cfg)
@@ -264,7 +260,7 @@ def _composed(overrides: list[str]) -> DictConfig:
         try:
             cfg = compose(overrides)
         except (HydraException, OmegaConfBaseException):
-            indexed = [text for text in overrides if _INDEXED.match(text)]
+            indexed = [text for text in overrides if re.match(r"[+\w.]*\.\d+[.=]", text)]
             if indexed:
                 _check_indices(indexed, compose([text for text in overrides if text not in indexed]))
             raise
@@ -278,9 +274,9 @@ def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
     """Refuse `data.sources.3.path=x` if the recipe has only two sources."""
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]
-        name, index = re.match(r"(.*?)\.(\d+)(?:\.|$)", key).groups()  # type: ignore[union-attr]
+        name, index = re.match(r"(.*?)(?:\.(\d+)(?:\.|$)|$)", key).groups()  # type: ignore[union-attr]
         entries = OmegaConf.select(cfg, name)
-        if int(index) >= len(entries):
+        if index and int(index) >= len(entries):
             raise ConfigError(
                 f"{COMMAND_LINE}: `{key}`: {name} has {len(entries)} here, counted from 0. "
                 f"Give the whole list: '{name}=[{{path: a}},{{path: b}}]'"

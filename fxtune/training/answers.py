@@ -121,8 +121,6 @@ def answer(
     """
     device = next(model.module.parameters()).device
     world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
-    if not questions:
-        return []
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     choose, pad = likeliest(world), tokenizer.pad_token_id or 0

@@ -352,8 +352,7 @@ class Plan:
                     dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
             elif table.split.chats and not table.format.as_tokenized:
                 split += " at their turns, each with its system prompt"
-                these = "of these" if is_split else "documents"
-                cut = f"{these} were cut, because an answer with its question is {over}"
+                cut = f"{'of these' if is_split else 'documents'} were cut, because a question and answer are {over}"
                 lengths = np.diff((table.whole or table).offsets)
                 lost = f"{counts.lost_tokens:,} of {int(lengths[lengths > longest].sum()):,} tokens left out"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"

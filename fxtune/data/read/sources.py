@@ -129,8 +129,8 @@ class Source:
                 close = nearest(column, columns)
                 raise DataError(
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
-                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}. If the "
-                    f"recipe's `columns` are for other data, replace the source: 'data.sources=[{{path: {self.name}}}]'."
+                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}. "
+                    f"Without the recipe's `columns` it is a new source: 'data.sources=[{{path: {self.name}}}]'."
                 )
         rows = self._reading.read(usable)
         return [row.value for row in rows if row.value is not None]
@@ -155,19 +155,15 @@ class Source:
         return form
 
     def _require_one_shape(self, form: RowFormat) -> None:
-        """Raise DataError if some files have rows of `form`, and the first rows of another file have the columns of
-        another format."""
-        others, fitting = dict[str, list[str]](), list[str]()
+        """Raise DataError if a file has rows of `form`, and the first rows of another file have other columns."""
+        first = dict[str, str]()  # format: its first file
         for file in self.files if self.kind != "hub" and len(self.files) > 1 else ():
             rows = [row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None]
-            if any(map(form.fits, rows)):
-                fitting.append(file.name)
-            elif known := next(filter(None, map(row_format, rows)), None):
-                others.setdefault(known.name, []).append(file.name)
-        if fitting and others:
-            found = [(fitting[0], form.name), *((names[0], name) for name, names in others.items())]
-            shown = " and ".join(f"{file} has the columns of {name}" for file, name in found)
-            paths = ", ".join(f"{{path: {file}}}" for file, _ in found)
+            if found := form if any(map(form.fits, rows)) else next(filter(None, map(row_format, rows)), None):
+                first.setdefault(found.name, file.name)
+        if form.name in first and len(first) > 1:
+            shown = " and ".join(f"{file} has the columns of {name}" for name, file in first.items())
+            paths = ", ".join(f"{{path: {file}}}" for file in first.values())
             raise DataError(f"{self.name}: {shown}. Make each file a source: 'data.sources=[{paths}]'.")
 
     def content_key(self) -> str:
@@ -287,26 +283,23 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
     return source
 
 
-def require_usable(data: DataConfig, evaluates: bool) -> None:
-    """Raise one DataError that names the key of each of `data.sources` on this disk that cannot be opened, or whose
-    first rows have no format. `evaluates`: whether to look at eval_sources and questions, too. Downloads nothing."""
-    keys, problems = {f"data.sources.{at}": source for at, source in enumerate(data.sources)}, list[str]()
-    if evaluates:
-        keys |= {f"data.eval_sources.{at}": source for at, source in enumerate(data.eval_sources)}
-        path = data.applicable_questions().path
-        keys |= {"data.questions": SourceConfig(path=path, limit=data.questions.limit)} if path else {}
+def require_usable(data: DataConfig) -> None:
+    """Raise one DataError with the key of each source on this disk that cannot be opened, or whose first rows have no
+    format. Downloads nothing."""
+    lists, problems = {"sources": data.sources, "eval_sources": data.eval_sources}, list[str]()
+    keys = {f"data.{name}.{at}": source for name, found in lists.items() for at, source in enumerate(found)}
+    if path := data.applicable_questions().path:
+        keys["data.questions"] = SourceConfig(path=path, limit=data.questions.limit)
     for key, config in keys.items():
-        part = "path"
         try:
-            path = files.expand_path(config.path)
-            is_saved = any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
-            found = None if is_saved else files.find_files(config.path)  # `datasets` takes seconds to import
-            if found is not None and splits.is_plain_split(config.split):  # other splits count all rows
-                source = _open_files(config, path, found)
-                part, source.keeps_images = "columns" if config.columns else "path", True
+            found = files.find_files(config.path) or []
+            # `datasets`, which reads .arrow, takes seconds to import. A slice of a split would count all rows.
+            if found and splits.is_plain_split(config.split) and not any(path.suffix == ".arrow" for path in found):
+                source = _open_files(config, files.expand_path(config.path), found)
+                source.keeps_images = True
                 source.format()
         except DataError as error:
-            problems.append(f"{key}.{part}: {error}")
+            problems.append(f"{key}.{'columns' if '`columns` renames' in str(error) else 'path'}: {error}")
     if problems:
         raise DataError("\n".join(problems))
 

@@ -179,9 +179,7 @@ def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenText
     """Print the prompt of two answers once, then the answers side by side. A narrow terminal gets them in turn."""
     first = documents[0]
     table, prompt = plan.tables[first.piece.source], first.supervised.index(True)
-    title = (
-        f"documents {first.piece.document:,} and {first.piece.document + 1:,} of {screen.plain(table.name)}, group "
-    )
+    title = f"documents {first.piece.document + 1:,} and {first.piece.document + 2:,} of {screen.plain(table.name)}, group "
     title += f"{first.piece.group}"
     if table.labels is not None:
         labels = table.labels[first.piece.document :][:2].tolist()
@@ -223,7 +221,7 @@ def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) 
         found.append(
             {
                 "source": table.name,
-                "document": piece.document,
+                "document": piece.document + 1,
                 "group": piece.group,
                 "answer": table.format.answers[at] if table.format.answers else None,
                 "label": None if math.isnan(label) else label,
@@ -423,7 +421,7 @@ def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> 
             except RowError as reason:
                 raise DataError(f"{table.name}: {placed.image.name}: {reason}.") from None
             seen.save(out, "PNG")
-            caption = f"document {document.piece.document:,} of {table.name}, {about_image(number, placed)}"
+            caption = f"document {document.piece.document + 1:,} of {table.name}, {about_image(number, placed)}"
             caption = escape(f"{caption}; shown at {seen.width:,} x {seen.height:,}")
             source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
             figures.append(f'<figure><img src="{source}" alt=""><figcaption>{caption}</figcaption></figure>')
@@ -433,7 +431,7 @@ def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> 
 def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     table = plan.tables[piece.source]
     total = int(table.offsets[piece.document + 1] - table.offsets[piece.document])
-    title = f"document {piece.document:,} of {screen.plain(table.name)}"
+    title = f"document {piece.document + 1:,} of {screen.plain(table.name)}"
     if piece.length < total:
         title += f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {total:,}"
     if table.labels is not None:

@@ -116,7 +116,7 @@ def test_the_middle_of_a_long_document_is_counted_and_pieces_are_named(small, tm
     small.data.sources, small.data.sequence_length = [SourceConfig(path=str(file))], 64
     page = page_of(small)
     assert re.search(r"own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
-    assert re.search(r"own.jsonl: 1 documents longer than 64 tokens were split into \d+ pieces", page)
+    assert re.search(r"own.jsonl: 1 document longer than 64 tokens was split into \d+ pieces", page)
     small.data.on_long = OnLong.truncate
     assert "its tokens 0-63 of" in page_of(small)
 

@@ -341,25 +341,25 @@ class Plan:
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
             # Long chats of one piece each were cut and not split.
-            is_split = counts.pieces > max(counts.split - counts.dropped, 1)
-            split = f"documents {over} were split into {counts.pieces:,} pieces"
+            parts = counts.pieces if counts.pieces > max(counts.split - counts.dropped, 1) else 0
+            split = f"documents {over} were split into {parts:,} pieces"
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"
             if table.format.answers:
                 cut = f"{table.format.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
                 if table.split.dropped:
                     what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
-                    dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
+                    dropped = f"were left out, because the {what} too long. Raise data.sequence_length"
             elif table.split.chats and not table.format.as_tokenized:
                 split += " at their turns, each with its system prompt"
-                cut = f"{'of these' if is_split else 'documents'} were cut, because a question and answer are {over}"
+                cut = f"{'of these' if parts else 'documents'} were cut, because an answer with its question is {over}"
                 lengths = np.diff((table.whole or table).offsets)
                 lost = f"{counts.lost_tokens:,} of {int(lengths[lengths > longest].sum()):,} tokens left out"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
-                dropped = f"are not used, because their answer begins behind the first {longest:,} tokens"
+                dropped = f"are not used, because the answer begins behind the first {longest:,} tokens"
                 dropped += f", {lost}" * (not counts.truncated)
             for count, fate in (
-                (counts.split * is_split, f"{split}."),
+                (counts.split * bool(parts), f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
                 (counts.dropped, f"{table.format.noun} {dropped}."),
                 (

@@ -284,9 +284,9 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
 
 
 def require_usable(data: DataConfig) -> None:
-    """Raise one DataError with the key of each source on this disk that cannot be opened, or whose first rows have no
-    format. Downloads nothing."""
-    lists, problems = {"sources": data.sources, "eval_sources": data.eval_sources}, list[str]()
+    """Raise DataError with the key of a source on this disk that cannot be opened, or whose first rows have no format.
+    Downloads nothing."""
+    lists = {"sources": data.sources, "eval_sources": data.eval_sources}
     keys = {f"data.{name}.{at}": source for name, found in lists.items() for at, source in enumerate(found)}
     if path := data.applicable_questions().path:
         keys["data.questions"] = SourceConfig(path=path, limit=data.questions.limit)
@@ -299,9 +299,7 @@ def require_usable(data: DataConfig) -> None:
                 source.keeps_images = True
                 source.format()
         except DataError as error:
-            problems.append(f"{key}.{'columns' if '`columns` renames' in str(error) else 'path'}: {error}")
-    if problems:
-        raise DataError("\n".join(problems))
+            raise DataError(f"{key}.{'columns' if '`columns` renames' in str(error) else 'path'}: {error}") from error
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:

@@ -398,4 +398,4 @@ def test_bad_step_keeps_its_own_samples_when_the_run_is_then_cut(stopping, scrip
     assert trainer.run()["train/dropped_steps"] == 2
     samples = json.loads((trainer.folder.path / "skipped" / "step-00000008" / "samples.json").read_text())
     for micro, rows in enumerate(samples["micro_batches"]):
-        assert [(0, piece["document"]) for row in rows for piece in row] == plan.documents(7, micro)
+        assert [(0, piece["document"] - 1) for row in rows for piece in row] == plan.documents(7, micro)

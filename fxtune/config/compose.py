@@ -186,7 +186,6 @@ def check_jobs(choices: list[Choice]) -> None:
 def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
     """The text of `--cfg` (the composed config, or only its key `package`), or of `--info` (how it was composed)."""
     texts = [choice.text for choice in choices]
-    _composed(texts)  # for its messages
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
         if cfg:
             hydra.show_cfg(_ROOT, texts, cfg, package, resolve)

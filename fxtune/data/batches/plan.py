@@ -340,7 +340,7 @@ class Plan:
         over = f"longer than {longest:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
-            # Long chats of one piece each were cut and not split.
+            # Chats of one piece each were cut and not split.
             parts = counts.pieces if counts.pieces > max(counts.split - counts.dropped, 1) else 0
             split = f"documents {over} were split into {parts:,} pieces"
             cut = f"documents {over} were truncated"

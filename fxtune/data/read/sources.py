@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -25,7 +26,8 @@ from typing import Any
 
 from fxtune.data.config import DataConfig, SourceConfig, TextUnit
 from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns, row_format
-from fxtune.data.formats.row_format import RowFormat
+from fxtune.data.formats.row_format import LearnConfig, RowFormat
+from fxtune.data.formats.values import RowError
 from fxtune.data.read import files, folders, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
 from fxtune.data.read.delimited import csv_rows
@@ -157,9 +159,15 @@ class Source:
     def _require_one_shape(self, form: RowFormat) -> None:
         """Raise DataError if a file has rows of `form`, and the first rows of another file have other columns."""
         first = dict[str, str]()  # format: its first file
-        for file in self.files if self.kind != "hub" and len(self.files) > 1 else ():
-            rows = [row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None]
-            if found := form if any(map(form.fits, rows)) else next(filter(None, map(row_format, rows)), None):
+        for file in self.files if self.kind not in ("hub", "text") and len(self.files) > 1 else ():
+            found = None
+            for value in (row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None):
+                with suppress(RowError):  # some formats read rows of others, too
+                    form.read(value, LearnConfig(), self.config.unused)
+                    found = form
+                    break
+                found = found or row_format(value)
+            if found:
                 first.setdefault(found.name, file.name)
         if form.name in first and len(first) > 1:
             shown = " and ".join(f"{file} has the columns of {name}" for name, file in first.items())
@@ -291,15 +299,16 @@ def require_usable(data: DataConfig) -> None:
     if path := data.applicable_questions().path:
         keys["data.questions"] = SourceConfig(path=path, limit=data.questions.limit)
     for key, config in keys.items():
+        part = "path"
         try:
             found = files.find_files(config.path) or []
             # `datasets`, which reads .arrow, takes seconds to import. A slice of a split would count all rows.
             if found and splits.is_plain_split(config.split) and not any(path.suffix == ".arrow" for path in found):
                 source = _open_files(config, files.expand_path(config.path), found)
-                source.keeps_images = True
+                part, source.keeps_images = ("columns" if config.columns else "path"), True
                 source.format()
         except DataError as error:
-            raise DataError(f"{key}.{'columns' if '`columns` renames' in str(error) else 'path'}: {error}") from error
+            raise DataError(f"{key}.{part}: {error}") from error
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:

@@ -116,10 +116,5 @@ class BadBatches:
         table = plan.tables[piece.source]
         start = int(table.offsets[piece.document]) + piece.first
         text = self.decode(table.ids[start : start + piece.length].tolist())
-        place = {
-            "source": table.name,
-            "document": piece.document + 1,
-            "first_token": piece.first,
-            "tokens": piece.length,
-        }
+        place = dict(source=table.name, document=piece.document + 1, first_token=piece.first, tokens=piece.length)
         return {**place, "text": text[:MAX_TEXT]}

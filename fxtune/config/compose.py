@@ -79,8 +79,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
     for choice in choices:
         if choice.kind is ChoiceKind.group:
             store.leave_out(choice.key)
-        elif choice.kind is ChoiceKind.key:
-            store.add_entry(choice.key)
+        store.add_entry(choice.key)
     _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
 

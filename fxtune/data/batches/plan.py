@@ -340,8 +340,7 @@ class Plan:
         over = f"longer than {longest:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
-            # Chats of one piece each were cut and not split.
-            parts = counts.pieces if counts.pieces > max(counts.split - counts.dropped, 1) else 0
+            parts = counts.pieces if counts.pieces > max(counts.split - counts.dropped, 1) else 0  # 0: only cut
             split = f"documents {over} were split into {parts:,} pieces"
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"

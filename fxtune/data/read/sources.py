@@ -152,13 +152,11 @@ class Source:
             if reason := preference_columns(row, own.known_columns if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
         # If all rows are bad, any format will do: the first bad row becomes the error.
-        form = given or (detect_format(head, self.name) if head else FORMATS["text"])
-        self._require_one_shape(form)
-        return form
+        return self._of_all_files(given or (detect_format(head, self.name) if head else FORMATS["text"]))
 
-    def _require_one_shape(self, form: RowFormat) -> None:
-        """Raise DataError if a file has rows of `form`, and the first rows of another file have other columns."""
-        first = dict[str, str]()  # format: its first file
+    def _of_all_files(self, form: RowFormat) -> RowFormat:
+        """`form`. Raises DataError if `form` reads rows of a file, and none of the first rows of another file."""
+        first = dict[str, str]()  # format: its first file; empty: no format
         for file in self.files if self.kind not in ("hub", "text") and len(self.files) > 1 else ():
             found = None
             for value in (row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None):
@@ -167,12 +165,11 @@ class Source:
                     found = form
                     break
                 found = found or row_format(value)
-            if found:
-                first.setdefault(found.name, file.name)
-        if form.name in first and len(first) > 1:
-            shown = " and ".join(f"{file} has the columns of {name}" for name, file in first.items())
-            paths = ", ".join(f"{{path: {file}}}" for file in first.values())
-            raise DataError(f"{self.name}: {shown}. Make each file a source: 'data.sources=[{paths}]'.")
+            first.setdefault(found.name if found else "", file.name)
+        if form.name in first and len(first.keys() - {""}) > 1:
+            shown = " and ".join(f"{file} has the columns of {name}" for name, file in first.items() if name)
+            raise DataError(f"{self.name}: {shown}. Make each file a source: 'data.sources=[{{path: FILE}}, ...]'.")
+        return form
 
     def content_key(self) -> str:
         """A hash of the bytes that are read. The names of files do not change it."""
@@ -292,8 +289,7 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
 
 
 def require_usable(data: DataConfig) -> None:
-    """Raise DataError with the key of a source on this disk that cannot be opened, or whose first rows have no format.
-    Downloads nothing."""
+    """Raise DataError with the key of a source on this disk that cannot be opened, or whose rows have no format."""
     lists = {"sources": data.sources, "eval_sources": data.eval_sources}
     keys = {f"data.{name}.{at}": source for name, found in lists.items() for at, source in enumerate(found)}
     if path := data.applicable_questions().path:

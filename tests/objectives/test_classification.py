@@ -234,6 +234,7 @@ def test_eval_of_a_run_judges_as_the_run_did(learned, monkeypatch, capsys):
         out = capsys.readouterr().out
         assert "true \\ predicted" in out
         assert "eval/confusion" not in out
+        assert "questions" not in out
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
     if places != len(listed):
         raise RowError(
             f"{column} has {counted(len(listed), 'images')}, and the messages have {counted(places, 'places')} for "
-            f"them: {MARK} in a text that is no answer, or a part of type image. Write one for each image; the source's "
-            f"`unused: [{column}]` would train without the images"
+            f"them: {MARK} in a text that is no answer, or a part of type image. Write one for each image; the "
+            f"source's `unused: [{column}]` would train without the images"
         )
 
 

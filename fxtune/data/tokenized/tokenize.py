@@ -199,7 +199,7 @@ def _hash(settings: list[Any]) -> str:
 
 def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
     """Build the table in `folder`. The caller holds the table's lock."""
-    verb = "Tokenizing" if encoder.longest is None and not encoder.by_question else "Fitting"  # a second table
+    verb = "Tokenizing" if encoder.longest is None and not encoder.by_question else "Dividing"  # a second table
     reading = phase(f"{verb} {source.describe()}", round(source.size / 1e6, 1), "MB")
     # closing() ends the worker processes, which an error's traceback would keep alive.
     shards = closing(_encoded_shards(source, encoder, data))

@@ -14,6 +14,7 @@ from support.endings import timeless
 from support.runs import history, same_export
 
 from fxtune.checkpoint.train_state import TrainState
+from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, StopMetric
 from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.distributed.world import World
@@ -305,6 +306,9 @@ def test_reward_accuracy_says_which_weights_are_best_and_the_loss_breaks_ties(tm
     assert (state.best_step, state.best_match, state.best_loss) == (6, 0.9, 0.5)
     note = weights_note(6, state, config)
     assert note == "weights of step 6, which have the highest held-out reward_accuracy, 90.0%"
+    of_rewards = load(["+recipe=rl_quickstart"])
+    note = weights_note(6, TrainState(step=6, best_step=6, best_loss=-0.0615), of_rewards)
+    assert "highest held-out reward, 0.0615" in note
     assert end.decide(schedule, evaluated=True, looks=False) is not None
 
 

@@ -314,7 +314,7 @@ def weights_note(step: int, state: TrainState, config: Config) -> str:
     if state.best_match is not None:
         best, which = f"{state.best_match:.1%}", f"highest {config.train.stop.metric.words}"
     elif config.objective.needs.rollouts:  # the loss of rollouts is their negated reward
-        best, which = f"{-(state.best_loss or 0.0):.4f}", "highest held-out reward"
+        best, which = f"{0.0 - (state.best_loss or 0.0):.4f}", "highest held-out reward"
     else:
         best, which = f"{state.best_loss or 0.0:.4f}", f"lowest {StopMetric.loss.words}"
     if step == state.best_step:

@@ -39,6 +39,7 @@ from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import counted
 from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 12
@@ -198,7 +199,8 @@ def _hash(settings: list[Any]) -> str:
 
 def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
     """Build the table in `folder`. The caller holds the table's lock."""
-    reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
+    verb = "Tokenizing" if encoder.longest is None and not encoder.by_question else "Dividing"  # a second table
+    reading = phase(f"{verb} {source.describe()}", round(source.size / 1e6, 1), "MB")
     # closing() ends the worker processes, which an error's traceback would keep alive.
     shards = closing(_encoded_shards(source, encoder, data))
     with (
@@ -385,9 +387,9 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     tokens = len(table.ids)
     rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
-    groups = f" in {len(table.by_group):,} {table.format.noun}" if len(table.by_group) < len(table) else ""
+    groups = f" in {counted(len(table.by_group), table.format.noun)}" if len(table.by_group) < len(table) else ""
     lines = [
-        f"{table.format.name}, {len(table):,} documents{groups}, {tokens:,} tokens, "
+        f"{table.format.name}, {counted(len(table), 'documents')}{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"
     ]
     if table.escaped:

@@ -52,12 +52,12 @@ def run(
     rows = read_rows(config, found.keys.get("objective", ""))
     say(f"{data}: {rows.count:,} rows of {rows.format.name}{', with images' if rows.has_images else ''}")
     card = machine(card_name(gpu), HOST_GIB) if gpu else World.create(Device.auto).facts()
-    rows = draft.draft(found, name, rows, config.model, card)
+    rows, table = draft.draft(found, name, rows, config.model, card)
     if rows.source.columns:
         say(f"The recipe has {found.reasons['data.sources']}.")
     options = {"data": data, "model": model, "gpu": gpu, "columns": columns}
     given = [word for key, value in options.items() if value for word in (f"--{key}", value)]
-    draft.write(found, name, rows, shlex.join(["fxtune", "new", name, *given, *overrides]))
+    draft.write(found, name, rows, table, shlex.join(["fxtune", "new", name, *given, *overrides]))
     written(name, ("preview ", "verify ", ""), {"rows": rows.count, "format": rows.format.name, **vars(found)})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +18,11 @@ from fxtune.config.overrides import ChoiceKind, unquoted
 from fxtune.config.root import Config
 from fxtune.data.batches.segments import Side, is_on_side
 from fxtune.data.config import SourceConfig
-from fxtune.data.formats.row_format import RowFormat
+from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.drafts import recipe
 from fxtune.drafts.rows import MOST_ROWS, Rows, spread
-from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
 from fxtune.objectives.registry import OBJECTIVES
@@ -46,10 +45,10 @@ BUNDLES = (["lora", "fast"], ["qlora", "fast"])
 PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 HEAD_RATE, TINY_HEAD_RATE = 1.0e-4, 2.0e-3
-"""The learning rates of LoRA with a head for classes, ranks or vectors: as in RepLLaMA and RankLLaMA
-(arXiv:2310.08319), and for the models that ship with fxtune, between the rates of their recipes."""
+"""The learning rates of LoRA with a head for classes, ranks or vectors: TRL's default for reward models
+(docs/reward_models.md); and for the models that ship with fxtune, between the rates of their recipes."""
 LEAST_QUERIES = 16
-"""A step has at least this many queries, because each has to find its positive among the positives of the step."""
+"""A step has about this many queries or more: each has to find its positive among the positives of the step."""
 MODELS_DATE = "2026-11-28"
 TEXT_MODELS = (
     *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"),
@@ -84,11 +83,9 @@ def given(source: dict[str, Any], model: str | None, overrides: list[str]) -> tu
     """(a draft with the keys in `overrides`, the config with which rows are read). `source`: the entry of
     data.sources. `model`: a hub id or a folder, or None. Raises ConfigError."""
     choices = compose.prepare(overrides)
-    for choice in choices:
-        if choice.kind not in (ChoiceKind.group, ChoiceKind.key) or choice.key == "data.sources":
-            raise ConfigError(
-                f"`{choice.text}`: `fxtune new` takes keys and groups, and data.sources.0.KEY of its rows."
-            )
+    kinds = (ChoiceKind.group, ChoiceKind.key)
+    if wrong := [choice.text for choice in choices if choice.kind not in kinds or choice.key == "data.sources"]:
+        raise ConfigError(f"`{wrong[0]}`: `fxtune new` takes keys and groups, and data.sources.0.KEY of its rows.")
     parse, later = OverridesParser.create().parse_override, {need.key for need in NEEDS}
     sections = ("data", "model", "objective")  # the other keys may need what is guessed from the rows
     now = [choice.text for choice in choices if choice.key.split(".")[0] in sections and choice.key not in later]
@@ -99,9 +96,9 @@ def given(source: dict[str, Any], model: str | None, overrides: list[str]) -> tu
     return Draft(keys, dict.fromkeys(keys, "as the command says")), config
 
 
-def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: MachineFacts) -> Rows:
-    """Fill `found`, a recipe for `rows`. Returns the rows in the format in which the recipe reads them. If `model` has
-    no path, the recipe has the largest model below that fits `card`.
+def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: MachineFacts) -> tuple[Rows, TokenTable]:
+    """Fill `found`, a recipe for `rows`. Returns (the rows in the format in which the recipe reads them, their
+    documents). If `model` has no path, the recipe has the largest model below that fits `card`.
 
     Raises ConfigError if no model fits, and the errors of reading the rows and the model.
     """
@@ -109,24 +106,21 @@ def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: Machine
         found.set("objective", rows.objective, f"rows of {rows.format.name}")
     chosen = replace(model, path=model.path or _model(rows, card))
     rows = rows.as_chats(load_tokenizer(chosen))
-    try:
-        rows, table = rows.tokenized(chosen)
-    except DataError as error:
-        unused = re.search(r"`unused: (\[.*?\])`", str(error))
-        way = f"\nTo leave them out, add 'data.sources.0.unused={unused[1]}' to this command." if unused else ""
-        raise DataError(f"{error}{way}") from error
-    _data(found, name, rows, table, chosen)
+    table = rows.tokenized(chosen)
+    # A group has a row, and is packed whole. Answers may have a row each.
+    lengths = np.diff(table.offsets if rows.format.answers else table.by_group.offsets)
+    found.set("data.sequence_length", *_length(lengths, chosen, rows.format.noun))
+    _data(found, name, rows, table)
     _training(found, rows, table, chosen)
-    _fit(found, chosen, card, rows.format, model.path is None)
-    return rows
+    _fit(found, chosen, card, model.path is None)
+    return rows, table
 
 
-def _data(found: Draft, name: str, rows: Rows, table: TokenTable, model: ModelConfig) -> None:
+def _data(found: Draft, name: str, rows: Rows, table: TokenTable) -> None:
     plain = json.loads(json.dumps(asdict(rows.source)))
     source = {key: value for key, value in plain.items() if value != asdict(SourceConfig())[key]}
     named = "".join(f", `{old}` is read as {new}" for old, new in rows.source.columns.items())
     found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}{named}")
-    found.set("data.sequence_length", *_length(rows, table, model))
     if rows.format.answers:
         found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
     if rows.held_out:
@@ -135,29 +129,23 @@ def _data(found: Draft, name: str, rows: Rows, table: TokenTable, model: ModelCo
     elif rows.count >= 50 and "data.eval_sources" not in found.keys:
         share = found.keys.get("data.eval_fraction", round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3))
         chosen, seen = is_on_side(Side.held_out, table.by_row.held_out_by, share), min(rows.count, MOST_ROWS)
-        held = f"{'about ' * (rows.count > seen)}{round(int(chosen.sum()) * rows.count / seen):,}"
-        found.set("data.eval_fraction", share, f"{held} rows are held out by their content, to evaluate on")
+        number = f"{'about ' * (rows.count > seen)}{round(int(chosen.sum()) * rows.count / seen):,}"
+        found.set("data.eval_fraction", share, f"{number} rows are held out by their content, to evaluate on")
     if rows.are_chats and rows.count >= 5 * QUESTIONS:
         file = str(_questions(name))
-        found.set("data.questions.path", file, f"{QUESTIONS} of your rows, asked before and after training")
+        found.set("data.questions.path", file, f"at most {QUESTIONS} of your rows, asked before and after training")
     if rows.held_out or found.keys.get("data.questions.path"):
         found.set("data.on_overlap", "drop", "rows that are held out or asked are not trained on")
 
 
-def _lengths(rows: Rows, table: TokenTable) -> np.ndarray:
-    """The tokens of each document, or of each group that a row must hold whole. Answers may have a row each."""
-    return np.diff(table.offsets if rows.format.answers else table.by_group.offsets)
-
-
-def _length(rows: Rows, table: TokenTable, model: ModelConfig) -> tuple[int, str]:
-    """data.sequence_length and its reason: the 99th percentile of the lengths, rounded up to a multiple of 128."""
-    lengths = _lengths(rows, table)
+def _length(lengths: np.ndarray, model: ModelConfig, noun: str) -> tuple[int, str]:
+    """data.sequence_length and its reason: the 99th percentile of `lengths`, rounded up to a multiple of 128."""
     most = int(np.percentile(lengths, 99))
     text = load_config(with_shipped_config(model, plans=True)).get_text_config()
     limit = int(getattr(text, "max_position_embeddings", 0) or 2**24)
     length = min(max(256, -(-most // 128) * 128), limit)
     longer = float((lengths > length).mean())
-    return length, f"99 % of the {rows.format.noun} have at most {most:,} tokens; {longer:.1%} are longer"
+    return length, f"99 % of the {noun} have at most {most:,} tokens; {longer:.1%} are longer"
 
 
 def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -> None:
@@ -179,14 +167,14 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     found.set(
         "train.global_batch_size", batch, f"rows of a step: about {batch * packed:.0f} documents, {steps:,} steps"
     )
-    needs = OBJECTIVES[rows.objective].needs
-    if not needs.reads_groups:
+    objective: Any = OBJECTIVES[rows.objective]
+    if not objective.needs.reads_groups:
         found.set("optimizer.lr", "auto", "from the size of the model and the adapters (docs/learning_rate.md)")
-    elif needs.writes:
+    elif objective.needs.writes:
         found.set("optimizer.lr", PAIR_RATE, "of a published recipe for preferences with LoRA")
     else:
         rate = TINY_HEAD_RATE if (model.path or "").startswith("builtin:") else HEAD_RATE
-        found.set("optimizer.lr", rate, "of recipes with LoRA and such a head; try others (fxtune sweep)")
+        found.set("optimizer.lr", rate, "of LoRA with such a head; try others (fxtune sweep)")
 
 
 def _model(rows: Rows, card: MachineFacts) -> str:
@@ -201,7 +189,7 @@ def _model(rows: Rows, card: MachineFacts) -> str:
     raise ConfigError(f"No model of `fxtune new` fits {card.device_name}. Name one: --model ID.")
 
 
-def _fit(found: Draft, model: ModelConfig, card: MachineFacts, format: RowFormat, proposed: bool) -> None:
+def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -> None:
     """Set the techniques and the largest micro-batch that fits. `proposed`: the user has named no model."""
     if card.device == "cpu":
         found.set("model.path", model.path, "ships with fxtune; with a card, --gpu NAME" if proposed else "")
@@ -209,11 +197,10 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, format: RowFormat
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
     found.set("model.path", model.path, f"the largest proposed model that fits, of {MODELS_DATE}" if proposed else "")
-    batch, least = found.keys["train.global_batch_size"], len(format.answers) or 1
-    sizes = [1 << power for power in range(7) if least <= 1 << power <= batch]
+    sizes = [1 << power for power in range(7) if 1 << power <= found.keys["train.global_batch_size"]]
     for bundle in [found.keys["techniques"]] if "techniques" in found.keys else BUNDLES:
-        best: tuple[int, RunForecast] | None = None
-        for micro in [found.keys.get("train.micro_batch_size")] if "train.micro_batch_size" in found.keys else sizes:
+        best: tuple[Any, RunForecast] | None = None
+        for micro in [found.keys["train.micro_batch_size"]] if "train.micro_batch_size" in found.keys else sizes:
             config = _config({**found.keys, "techniques": bundle, "train.micro_batch_size": micro})
             config = replace(config, model=with_shipped_config(config.model, plans=True))
             forecast = forecast_run(config, card, 1, None)
@@ -256,12 +243,13 @@ def require_new(name: str) -> None:
         raise StorageError(f"{there[0]} exists and is not overwritten. Give another name.")
 
 
-def write(found: Draft, name: str, rows: Rows, command: str) -> None:
+def write(found: Draft, name: str, rows: Rows, table: TokenTable, command: str) -> None:
     """Write the recipe and its questions. Raises StorageError if the recipe exists."""
     title = f"{found.keys['model.path']} on {rows.source.path}"
     written = f"Written by `{command}`. Each line is a guess that you can change."
     comments = [title, "", f"  fxtune +recipe={name}", "", written]
     recipe.write(name, recipe.text(comments, found.keys, found.reasons))
     if found.keys.get("data.questions.path") == str(questions := _questions(name)):
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS)]
+        bad = {row["where"] for row in table.read_bad_rows(open_source(rows.source).file_names)}
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS, bad)]
         questions.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,8 +51,6 @@ class Rows:
     has_images: bool
     held_out: str
     """The split of a folder to evaluate on; empty if there is none."""
-    bad: frozenset[str] = frozenset()
-    """The places of rows that data.on_bad_row=quarantine leaves out."""
 
     @property
     def are_chats(self) -> bool:
@@ -79,18 +77,15 @@ class Rows:
         config = replace(self.source, columns=columns)
         return replace(self, source=config, format=open_source(config).format())
 
-    def tokenized(self, model: ModelConfig) -> tuple[Rows, TokenTable]:
-        """(these rows with `bad`, the documents of the first MOST_ROWS rows). Raises ConfigError if the model does not
-        read the rows' images, DataError for a bad row, and the errors of load_tokenizer()."""
+    def tokenized(self, model: ModelConfig) -> TokenTable:
+        """The documents of the first MOST_ROWS rows. Raises ConfigError if the model does not read the rows' images,
+        DataError for a bad row, and the errors of load_tokenizer()."""
         tokenizer = load_tokenizer(model)
         data = replace(self.data, sources=[self.source], sequence_length=NO_LIMIT)
         images = image_processor(model, data, tokenizer) if self.has_images else None
         if self.has_images and images is None:
             raise ConfigError(f"{model.path} reads no images, and the rows have images. Name another one by --model.")
-        source = replace(self.source, limit=min(self.count, MOST_ROWS))
-        table = tokenize(source, data, tokenizer, None, False, images)
-        bad = table.read_bad_rows(open_source(source).file_names) if table.bad_rows else ()
-        return replace(self, bad=frozenset(entry["where"] for entry in bad)), table
+        return tokenize(replace(self.source, limit=min(self.count, MOST_ROWS)), data, tokenizer, None, False, images)
 
 
 def read_rows(given: Config, objective: str) -> Rows:
@@ -110,10 +105,11 @@ def read_rows(given: Config, objective: str) -> Rows:
         raise bad_row_error(bad.where, bad.error, columns)
     names = list(dict.fromkeys(key for row in head for key in row))
     known = columns or any(row_format(row) for row in head)
-    guess, format_name = ({}, AUTO) if columns or objective else _labelled(head, names)
-    if guess or format_name != AUTO or not known:
-        config = replace(config, columns=guess or ({} if known else suggested_columns(head, names)) or columns)
-        config.format = format_name if config.format == AUTO else config.format
+    is_said = columns or objective or config.format != AUTO
+    guess, form = ({}, config.format) if is_said else _labelled(head, names)
+    guess = guess or ({} if known else suggested_columns(head, names))
+    if guess or form != config.format:
+        config = replace(config, columns=guess or columns, format=form)
         source = replace(source, config=config)
         head = source.head()
     count = len(source.dataset) if source.kind == "hub" else source.count(source.files)
@@ -123,21 +119,17 @@ def read_rows(given: Config, objective: str) -> Rows:
     except DataError as error:
         how = "Say which columns are the question and the answer: --columns COLUMN=instruction,OTHER=output"
         raise DataError(f"{error}\n{how}") from error
-    learned_by = OBJECTIVES.get(format.name) or {0: "causal_lm", 1: "kto"}.get(len(format.answers), "dpo")
+    own = OBJECTIVES.get(format.name) or {0: "causal_lm", 1: "kto"}.get(len(format.answers), "dpo")
     has_images = any(_has_image(row, format) for row in head)
-    return Rows(
-        config, given.data, format, objective or learned_by, min(count, config.limit or count), has_images, held_out
-    )
+    return Rows(config, given.data, format, objective or own, min(count, config.limit or count), has_images, held_out)
 
 
 def _labelled(head: list[dict[str, Any]], names: list[str]) -> tuple[dict[str, str], str]:
     """({column: new name}, the source's `format`) for a text with a label. With a label in words the text becomes a
     question and the label its answer. Numbers and lists are for objective=classification. ({}, "auto") for other rows.
     """
-    texts, labels = (
-        [name for name in ("text", "sentence") if name in names],
-        [name for name in LABELS if name in names],
-    )
+    texts = [name for name in ("text", "sentence") if name in names]
+    labels = [name for name in LABELS if name in names]
     values = [row[name] for name in labels[:1] for row in head if row.get(name) is not None]
     if len(texts) != 1 or len(labels) != 1 or not values:
         return {}, AUTO
@@ -156,10 +148,11 @@ def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:
     return False
 
 
-def spread(rows: Rows, count: int) -> list[Mapping[str, Any]]:
-    """`count` rows, drawn from the split to evaluate on, or else from the file. Each call draws the same rows."""
+def spread(rows: Rows, count: int, bad: Container[str]) -> list[Mapping[str, Any]]:
+    """At most `count` rows without those at the places `bad`, drawn from the split to evaluate on, or else from the
+    file. Each call draws the same rows."""
     source = open_source(replace(rows.source, split=rows.held_out or rows.source.split))
     total = source.count(source.files) if rows.held_out and source.kind != "hub" else rows.count
     drawn = set(random.Random(0).sample(range(total), min(count, total)))
-    chosen = (row.value for number, row in enumerate(source.rows()) if number in drawn and row.where not in rows.bad)
+    chosen = (row.value for number, row in enumerate(source.rows()) if number in drawn and row.where not in bad)
     return [row for row in chosen if row is not None]

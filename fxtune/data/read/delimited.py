@@ -7,16 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from fxtune.data.read.row import (
-    MAX_ROW_BYTES,
-    Row,
-    bad_row,
-    bounded_lines,
-    checked_row,
-    reading,
-    too_long,
-    unicode_fault,
-)
+from fxtune.data.formats.values import unicode_fault
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, checked_row, reading, too_long
 from fxtune.errors import DataError
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fxtune.data.formats.registry import row_format
-from fxtune.data.read.row import NOT_UTF8, bounded_lines
+from fxtune.data.formats.values import NOT_UTF8
+from fxtune.data.read.row import bounded_lines
 from fxtune.errors import FILE, DataError, kind_of, nearest
 
 BUILTIN = "builtin:"
@@ -125,13 +126,14 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
             "others, and add a suffix that is missing."
         )
     if len(kinds) > 1:
+        globs = [Path(written.split("*")[0]) / "**" / f"*{paths[0].suffix}" for paths in kinds.values()]
         mixed = "; ".join(
             f"{kind}: {paths[0].name}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
             for kind, paths in kinds.items()
         )
         raise DataError(
             f"{written} holds files of several kinds ({mixed}). Make each kind a separate source, with a glob "
-            f"such as {Path(written.split('*')[0]) / '**' / '*.jsonl'}."
+            f"such as {globs[0]}: data.sources=[{', '.join(f'{{path: {each}}}' for each in globs)}] in the recipe."
         )
     ((kind, paths),) = kinds.items()
     files: list[DataFile] = []

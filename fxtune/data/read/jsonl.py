@@ -10,18 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
-from fxtune.data.read.row import (
-    NOT_UTF8,
-    Reading,
-    Row,
-    bad_row,
-    bounded_lines,
-    checked_row,
-    longest_row,
-    reading,
-    too_long,
-)
+from fxtune.data.formats.values import NOT_UTF8, TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
+from fxtune.data.read.row import Reading, Row, bad_row, bounded_lines, checked_row, longest_row, reading, too_long
 from fxtune.errors import DataError
 
 

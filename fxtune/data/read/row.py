@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, AnyStr
 
 from fxtune.data.formats.registry import with_format_names
-from fxtune.data.formats.values import RowError, type_name
+from fxtune.data.formats.values import RowError, type_name, unicode_fault
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS, Group
 
@@ -29,10 +29,6 @@ MAX_ROW_BYTES_WITH_IMAGES = 256 << 20
 IMAGE_KEYS = {"image", "images", "image_url", "url", "path"}
 """Keys of rows and of parts of messages that name an image."""
 
-NOT_UTF8 = (
-    "not UTF-8. Convert the file: `iconv -f LATIN1 -t UTF-8 FILE > NEW`, with its encoding in place of LATIN1, or save it "
-    "from Excel as `CSV UTF-8`"
-)
 _PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
 
 
@@ -88,21 +84,10 @@ def checked_row(where: str, value: Any, size: int, suspicious: bool, keeps_image
         return bad_row(where, reason, None)
     if not isinstance(value, dict):
         return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
-    if suspicious:
-        if reason := unicode_fault(json.dumps(value, ensure_ascii=False, default=type_name)):  # images are bytes
-            return bad_row(where, reason, value)
+    text = json.dumps(value, ensure_ascii=False, default=type_name) if suspicious else ""  # images are bytes
+    if reason := unicode_fault(text):
+        return bad_row(where, reason, value)
     return Row(where, value, size=size)
-
-
-def unicode_fault(text: str) -> str:
-    """The reason why a text is not Unicode; empty if it is. Readers decode with surrogateescape: a byte that is not
-    UTF-8 becomes one of U+DC80 to U+DCFF."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        is_byte = "\udc80" <= text[problem.start] <= "\udcff"
-        return NOT_UTF8 if is_byte else "holds half a surrogate pair (a broken emoji)"
-    return ""
 
 
 def bad_row(where: str, error: str, raw: Any) -> Row:

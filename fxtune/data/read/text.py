@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, reading, too_long, unicode_fault
+from fxtune.data.formats.values import unicode_fault
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, reading, too_long
 
 
 def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:

@@ -162,7 +162,8 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     least = LEAST_QUERIES if rows.format.is_compared else answers
     while documents > least and epochs * rows.count / documents < STEPS:
         documents //= 2
-    batch = 1 << int(np.log2(max(1.0, documents / packed)))
+    rounded = np.ceil if rows.format.is_compared else np.floor
+    batch = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
     steps = int(epochs * rows.count / packed / batch)
     found.set(
         "train.global_batch_size", batch, f"rows of a step: about {batch * packed:.0f} documents, {steps:,} steps"

@@ -209,6 +209,22 @@ def test_what_fxtune_cannot_do_is_refused_and_no_recipe_written_unless_it_is_lef
     assert f"{key}=" in (folder / f"recipes/{tool}.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("tool", "key", "fate", "said"),
+    [
+        ("axolotl", "adapter", "translated", "techniques="),
+        ("axolotl", "saves_per_epoch", "no effect here", "checkpoint.every"),
+        ("axolotl", "special_tokens", "no effect here", "tokenizer"),
+        ("llamafactory", "finetuning_type", "translated", "techniques="),
+    ],
+)
+def test_the_account_of_a_key_names_what_decides_it(folder, tool, key, fate, said):
+    _, found = imported(folder, tool, **({} if key in CONFIGS[tool] else {key: 1}))
+    (entry,) = (entry for entry in found["keys"] if entry["key"] == key)
+    assert entry["fate"] == fate
+    assert said in entry["text"]
+
+
 def test_what_is_trained_otherwise_stands_in_the_recipe(folder):
     _, found = imported(folder, "axolotl")
     text = (folder / "recipes/axolotl.yaml").read_text()

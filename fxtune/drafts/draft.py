@@ -166,7 +166,9 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     batch = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
     steps = int(epochs * rows.count / packed / batch)
     found.set(
-        "train.global_batch_size", batch, f"rows of a step: about {batch * packed:.0f} documents, {steps:,} steps"
+        "train.global_batch_size",
+        batch,
+        f"rows of a step: about {batch * packed:.0f} {rows.format.noun}, {steps:,} steps",
     )
     objective: Any = OBJECTIVES[rows.objective]
     if not objective.needs.reads_groups:
@@ -198,7 +200,7 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
     found.set("model.path", model.path, f"the largest proposed model that fits, of {MODELS_DATE}" if proposed else "")
-    sizes = [1 << power for power in range(7) if 1 << power <= found.keys["train.global_batch_size"]]
+    sizes = [1 << power for power in range(7) if found.keys["train.global_batch_size"] % (1 << power) == 0]
     for bundle in [found.keys["techniques"]] if "techniques" in found.keys else BUNDLES:
         best: tuple[Any, RunForecast] | None = None
         for micro in [found.keys["train.micro_batch_size"]] if "train.micro_batch_size" in found.keys else sizes:

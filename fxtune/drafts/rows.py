@@ -131,13 +131,12 @@ def _labelled(head: list[dict[str, Any]], names: list[str]) -> tuple[dict[str, s
     texts = [name for name in ("text", "sentence") if name in names]
     labels = [name for name in LABELS if name in names]
     values = [row[name] for name in labels[:1] for row in head if row.get(name) is not None]
-    if len(texts) != 1 or len(labels) != 1 or not values:
+    repeat = len({*map(str, values)}) <= max(1, len(values) // 2)
+    if len(texts) != 1 or len(labels) != 1 or not values or not (repeat or labels[0] in NUMBERED):
         return {}, AUTO
     if not all(isinstance(value, str) and not NUMBER.fullmatch(value) and value[:1] != "[" for value in values):
         return {} if labels[0] in NUMBERED else {labels[0]: "label"}, "labelled"
-    if len({*values}) > max(1, len(values) // 2):
-        return {}, AUTO
-    return {texts[0]: "instruction", labels[0]: "output"}, AUTO
+    return {texts[0]: "instruction", labels[0]: "output"} if repeat else {}, AUTO
 
 
 def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:

@@ -153,9 +153,11 @@ def test_a_question_that_repeats_its_answer_keeps_its_column(place):
 def test_a_chat_in_an_object_and_a_text_with_a_category_of_its_own_stay_as_they_are(place):
     jsonl("inner.jsonl", [{"conv": {"prompt": q, "completion": a}} for q, a in ASKED])
     table("topics.csv", ["text", "category"], ASKED)
-    for name, file in (("inner", "inner.jsonl"), ("topics", "topics.csv")):
+    table("places.csv", ["text", "category"], [(q, n) for n, (q, _) in enumerate(ASKED)])
+    for name, file in (("inner", "inner.jsonl"), ("topics", "topics.csv"), ("places", "places.csv")):
         assert main(["new", name, "--data", file]) == 0
         assert load([f"+recipe={name}"]).data.sources[0].columns == {}
+        assert load([f"+recipe={name}"]).objective.name == "causal_lm"
 
 
 def test_keys_of_the_command_are_used_for_reading_and_stand_in_the_recipe(capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -139,7 +140,13 @@ EXPECTED = {
     },
     "openai": {"model.path": "org/base", "train.epochs": 2, "run.name": "mine", "optimizer.lr": "auto"},
 }
-CONFIGS = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "trl": TRL, "swift": SWIFT, "openai": JOB}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "axolotl": AXOLOTL,
+    "llamafactory": FACTORY,
+    "trl": TRL,
+    "swift": SWIFT,
+    "openai": JOB,
+}
 OPTIONS = {"axolotl": ["--gpus", "2"], "trl": ["--method", "dpo"], "openai": ["--model", "org/base"]}
 
 

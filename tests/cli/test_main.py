@@ -243,6 +243,7 @@ def test_interruption_exits_with_130(cwd, trained, capsys, monkeypatch):
         (["+recip=quickstart"], "did you mean `+recipe=quickstart`?"),
         (["+recipe=./none.yaml"], "there is no recipe file ./none.yaml"),
         (["previw", QUICK], "did you mean `preview`?"),
+        (["serve", "quickstart"], "fxtune export RUN --to vllm"),
         (["quickstart"], "fxtune +recipe=quickstart"),
         (["train.max_steps=3"], "data.sources is empty"),
         (["recipes", "list"], "`fxtune recipes list` is not a command"),

@@ -79,7 +79,7 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
                 places += 1
                 if not column:
                     raise RowError(f"{place} names no image, and the row has no column `images`")
-                value = next(rest, None)
+                place, value = column, next(rest, None)
             texts.append(IMAGE)
             images.append((place, value))
         if images:

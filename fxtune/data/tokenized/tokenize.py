@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -211,7 +212,7 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
     ):
         for part, size in encoded:
             if part.bad and data.on_bad_row is OnBadRow.error:
-                raise _bad_row_error(part.bad[0].where, part.bad[0].error)
+                raise bad_row_error(part.bad[0].where, part.bad[0].error, source.config.columns)
             writer.append(part)
             work.advance(size / 1e6)
         for file in source.files:
@@ -358,7 +359,7 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
     entries = table.read_bad_rows(source.file_names)
     if data.on_bad_row is OnBadRow.error:
         first = next(entries)
-        raise _bad_row_error(first["where"], first["error"])
+        raise bad_row_error(first["where"], first["error"], source.config.columns)
     if quarantine is None:
         return
     with writing(f"Bad rows cannot be written to {quarantine}", "or set run.dir to another disk"):
@@ -376,10 +377,13 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
                     file.write(line + "\n")
 
 
-def _bad_row_error(where: str, reason: str | None) -> DataError:
+def bad_row_error(where: str, reason: str | None, columns: Mapping[str, str]) -> DataError:
+    """The error about a bad row. `columns`: the source's `columns`, by which the message names the file's columns."""
+    renamed = [pair for pair in columns.items() if re.search(rf"\b{re.escape(pair[1])}\b", reason or "")]
+    names = "".join(f"; `{new}` is the file's column `{old}`" for old, new in renamed)
     return DataError(
-        f"{where}: {reason}. Correct or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
-        "quarantine.jsonl in the run folder and goes on."
+        f"{where}: {reason}{names}. Correct or remove this row; or set data.on_bad_row=quarantine, which writes such "
+        "rows to quarantine.jsonl in the run folder and goes on."
     )
 
 

@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 
 from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
 from fxtune.config import compose
+from fxtune.config.overrides import COMMAND_LINE
 from fxtune.config.root import Config
 from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import ConfigError, RankError, readable
@@ -39,7 +40,10 @@ from fxtune.techniques.base import Evidence
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe, with `overrides` as they are typed on the command line. Raises ConfigError."""
-    return compose.load([compose.path_override("+recipe", recipe), *overrides])
+    try:
+        return compose.load([compose.path_override("+recipe", recipe), *overrides])
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{COMMAND_LINE}: ", "")) from error
 
 
 def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:

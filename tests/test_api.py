@@ -99,6 +99,10 @@ def test_the_same_recipe_again_continues_or_returns_the_run(trained):
 def test_a_mistake_raises_what_the_command_prints():
     with pytest.raises(ConfigError, match=r"unknown key `optimizer\.lrr`; did you mean `optimizer\.lr`\?"):
         fxtune.train("quickstart", ["optimizer.lrr=1"])
+    with pytest.raises(ConfigError, match=r"nothing-of-this-name") as caught:
+        fxtune.load_recipe("nothing-of-this-name", ["optimizer.lrr=1"])
+    assert "optimizer.lrr" in str(caught.value)
+    assert "command line" not in str(caught.value)
     config = fxtune.load_recipe("quickstart")
     config.optimizer.lr = -1.0
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):

@@ -138,11 +138,14 @@ def described(error: BaseException, exit_code: int) -> dict[str, Any]:
 
 def _parts(text: str) -> dict[str, Any]:
     place, file, line = _PLACE.match(text), None, None
-    if place and not place["said"]:
-        name, line = place["file"], place["line"]
+    named = place  # the match with the name of a file
+    if place and not place["said"] and _key(place["file"]):
+        named = _PLACE.match(text, place.end())  # data.sources.0.path: FILE: ...
+    if named and not named["said"]:
+        name, line = named["file"], named["line"]
         if line or (not _key(name) and (os.path.exists(name) or "/" in name or _is_file(name))):
             file = name
-    if place and (file or place["said"]):
+    if place and place is named and (file or place["said"]):
         text = text[place.end() :]
     middle = _MIDDLE.search(text)
     if middle and not line and file in (None, middle["file"]):

@@ -262,7 +262,7 @@ _TABLE = {
     "sync": Command("send W&B the missing steps of a run: sync RUN", positional_only=True),
     "recipes": Command("list the recipes; `recipes copy NAME FILE.yaml` copies one to edit", positional_only=True),
     "new": Command(
-        "a recipe for your rows, with a reason on each line: new NAME --data FILE",
+        "a recipe for your rows, with a reason on each line: new NAME --data FILE [key=value ...]",
         positional_only=True,
         options={
             "--data": _value("PATH", "a file, a folder or a hub id of rows"),

@@ -27,6 +27,7 @@ from fxtune.cli.sweep_results import SweepRun, show_results
 from fxtune.config import compose
 from fxtune.config.overrides import Choice
 from fxtune.config.root import Config, completed
+from fxtune.data.read.sources import require_usable
 from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import process_rank
@@ -58,6 +59,10 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
+    # Mistakes in the data show before slow libraries are imported. `plan`, `eval` and finished runs need not all data.
+    finished = config.run.dir and os.path.exists(os.path.join(os.path.expanduser(config.run.dir), RESULT))
+    if command.reads_data and command.name not in ("plan", "eval") and not finished:
+        require_usable(config.objective.data_config(config.data))
     progress.show("none" if process_rank().rank else config.tracking.display.value)
     with progress.phase("Loading the libraries", announce=False, part="imports"):
         from fxtune.settle.ranks import ranks_of

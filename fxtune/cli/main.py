@@ -214,6 +214,8 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
             f"`{argv[0]}` is a data file: fxtune +recipe=NAME {shlex.join([f'data.sources.0.path={argv[0]}'])} "
             "(`fxtune recipes` lists the names)"
         )
+    if argv[0] == "serve":
+        raise ConfigError("fxtune is no server. `fxtune export RUN --to vllm` (or ollama) gives the command of one.")
     raise ConfigError(f"unknown command `{argv[0]}`{did_you_mean(argv[0], COMMANDS)} `fxtune --help` explains them.")
 
 

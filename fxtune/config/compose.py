@@ -79,6 +79,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
     for choice in choices:
         if choice.kind is ChoiceKind.group:
             store.leave_out(choice.key)
+        store.add_entry(choice.key)
     _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
 
@@ -120,6 +121,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     for choice in choices:
         if choice.kind is not ChoiceKind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")
+        _check_indices([choice.text], cfg)
         value = OverridesParser.create().parse_override(choice.text).value()
         OmegaConf.update(cfg, choice.key, value, merge=False, force_add=True)
     config = typed(cfg)
@@ -270,12 +272,12 @@ def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
     """Refuse `data.sources.3.path=x` if the recipe has only two sources."""
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]
-        name, index = re.match(r"(.*?)\.(\d+)(?:\.|$)", key).groups()  # type: ignore[union-attr]
+        name, index = re.match(r"(.*?)(?:\.(\d+)(?:\.|$)|$)", key).groups()  # type: ignore[union-attr]
         entries = OmegaConf.select(cfg, name)
-        if int(index) >= len(entries):
+        if index and int(index) >= len(entries):
             raise ConfigError(
                 f"{COMMAND_LINE}: `{key}`: {name} has {len(entries)} here, counted from 0. "
-                f"Give the whole list: '{name}=[{{path: ...}}]'"
+                f"Give the whole list: '{name}=[{{path: a}},{{path: b}}]'"
             )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fxtune.config import discovery
 from fxtune.config.introspection import Keys, Slot, is_free
@@ -142,6 +142,14 @@ class RecipeStore:
         if self._variants(section):
             for recipe in self.recipes.values():
                 recipe.pop(section, None)
+
+    def add_entry(self, key: str) -> None:
+        """Add an empty entry to the lists of the recipes if `key` sets a key of the entry behind the last one."""
+        if found := re.fullmatch(r"(.+?)\.(\d+)\.[a-z].*", key):
+            for recipe in self.recipes.values():
+                entries = OmegaConf.select(recipe, found[1])
+                if isinstance(entries, ListConfig) and len(entries) == int(found[2]):
+                    entries.append({})
 
     def _merged(self, layers: Sequence[Any]) -> DictConfig:
         """All layers merged, later ones over earlier ones. A layer that names a variant of a section, such as an

@@ -143,7 +143,9 @@ class Validator:
             return  # compose.typed() reports unset keys after everything is merged
         elif value is None:
             if not slot.nullable:
-                self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}")
+                first = next(iter(slot.fields), "")  # null as a group's first key switches the group off
+                way = f"; write {name}.{first}=null" if first and slot.fields[first].nullable else ""
+                self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}{way}")
         elif slot.container is list or (slot.kind is Any and isinstance(value, list)):
             if not isinstance(value, list):
                 if value not in slot.words:

@@ -30,7 +30,7 @@ from fxtune.data.images.placed import PlacedImage, without
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.diagnostics.samples import SAMPLES, ShownDocument, ShownRow, count_of, shown_rows
+from fxtune.diagnostics.samples import SAMPLES, ShownDocument, ShownRow, shown_rows
 from fxtune.distributed.files import require_writable, write_text
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ from fxtune.settle.images import image_processor
 from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
 from fxtune.system.terminal import console as screen
-from fxtune.system.terminal.units import GIB, format_seconds
+from fxtune.system.terminal.units import GIB, counted, format_seconds
 from fxtune.training.data.run_data import data_notes, held_out_note, run_data
 from fxtune.training.forecast.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.forecast.step_count import few_steps
@@ -128,7 +128,7 @@ def preview_rollouts(config: Config, run: Path) -> dict[str, Any]:
         answer |= {"ids": table.ids[start:end].tolist(), "supervised": supervised}
     print_legend(texts.signs, console)
     mean = rollouts.figures(step - 1)["figures"]["reward"]
-    title = f"step {step}: {count_of(len(answers), 'answer')} to learn from; mean reward of all answers {mean:.4g}"
+    title = f"step {step}: {counted(len(answers), 'answers')} to learn from; mean reward of all answers {mean:.4g}"
     console.print(Rule(title, characters=texts.signs.rule, align="left"))
     for _, group in islice(groupby(answers, itemgetter("group")), SAMPLES // 2):
         own = sorted(group, key=itemgetter("reward"), reverse=True)
@@ -172,26 +172,24 @@ def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, conso
         if row.more:
             console.print(Text(f"{signs.more} {row.more:,} more of this row's documents", NOTE))
         if row.pads:
-            console.print(Text(f"{signs.more} {count_of(row.pads, 'pad')}", NOTE))
+            console.print(Text(f"{signs.more} {counted(row.pads, 'pads')}", NOTE))
 
 
 def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenTexts, console: Console) -> None:
     """Print the prompt of two answers once, then the answers side by side. A narrow terminal gets them in turn."""
     first = documents[0]
     table, prompt = plan.tables[first.piece.source], first.supervised.index(True)
-    title = (
-        f"documents {first.piece.document:,} and {first.piece.document + 1:,} of {screen.plain(table.name)}, group "
-    )
-    title += f"{first.piece.group}"
+    title = f"documents {first.piece.document + 1:,} and {first.piece.document + 2:,} of {screen.plain(table.name)}"
+    title += f", group {first.piece.group}"
     if table.labels is not None:
         labels = table.labels[first.piece.document :][:2].tolist()
         title += "" if math.isnan(labels[0]) else f", labels {labels[0]:g} and {labels[1]:g}"
-    console.print(Text(f"{title}: the prompt of both, {count_of(prompt, 'token')}", NOTE))
+    console.print(Text(f"{title}: the prompt of both, {counted(prompt, 'tokens')}", NOTE))
     images = [document.images(plan) for document in documents]
     of_prompt = [image for image in images[0] if image.start < prompt]
     console.print(texts.document(first.ids[:prompt], [False] * prompt, of_prompt))
     names = [
-        f"{name}, {count_of(len(document.ids) - prompt, 'token')}"
+        f"{name}, {counted(len(document.ids) - prompt, 'tokens')}"
         for name, document in zip(table.format.answers, documents, strict=True)
     ]
     answers = [
@@ -223,7 +221,7 @@ def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) 
         found.append(
             {
                 "source": table.name,
-                "document": piece.document,
+                "document": piece.document + 1,
                 "group": piece.group,
                 "answer": table.format.answers[at] if table.format.answers else None,
                 "label": None if math.isnan(label) else label,
@@ -408,7 +406,7 @@ class TokenTexts:
 def about_image(number: int, placed: PlacedImage) -> str:
     image = placed.image
     name = screen.plain(Path(image.name).name)
-    return f"image {number}: {name}, {image.width:,} x {image.height:,} pixels, {count_of(placed.tokens, 'token')}"
+    return f"image {number}: {name}, {image.width:,} x {image.height:,} pixels, {counted(placed.tokens, 'tokens')}"
 
 
 def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> str:
@@ -423,7 +421,7 @@ def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> 
             except RowError as reason:
                 raise DataError(f"{table.name}: {placed.image.name}: {reason}.") from None
             seen.save(out, "PNG")
-            caption = f"document {document.piece.document:,} of {table.name}, {about_image(number, placed)}"
+            caption = f"document {document.piece.document + 1:,} of {table.name}, {about_image(number, placed)}"
             caption = escape(f"{caption}; shown at {seen.width:,} x {seen.height:,}")
             source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
             figures.append(f'<figure><img src="{source}" alt=""><figcaption>{caption}</figcaption></figure>')
@@ -433,7 +431,7 @@ def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> 
 def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     table = plan.tables[piece.source]
     total = int(table.offsets[piece.document + 1] - table.offsets[piece.document])
-    title = f"document {piece.document:,} of {screen.plain(table.name)}"
+    title = f"document {piece.document + 1:,} of {screen.plain(table.name)}"
     if piece.length < total:
         title += f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {total:,}"
     if table.labels is not None:

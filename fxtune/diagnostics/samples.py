@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.images.placed import PlacedImage
+from fxtune.system.terminal.units import counted
 
 SAMPLES = 6
 """Number of samples in all. A sample is a document, or the two answers of a pair."""
@@ -73,7 +74,7 @@ def shown_rows(plan: Plan) -> Iterator[ShownRow]:
             numbers = (
                 f"row {row_number}" if end == begin + 1 else f"rows {row_number} to {row_number + end - begin - 1}"
             )
-            title = f"step 0, {numbers}: {count_of(len(documents), 'document')}, {used:,} tokens of {slots:,}"
+            title = f"step 0, {numbers}: {counted(len(documents), 'documents')}, {used:,} tokens of {slots:,}"
             samples: list[list[ShownDocument]] = []
             for document in documents:
                 if samples and _is_pair(plan, [samples[-1][0].piece, document.piece]):
@@ -93,7 +94,3 @@ def _is_pair(plan: Plan, pieces: Sequence[DocumentSlice]) -> bool:
         and pieces[0].group == pieces[1].group
         and len(plan.tables[pieces[0].source].format.answers) == 2
     )
-
-
-def count_of(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fxtune.config import compose, discovery
+from fxtune.config.needs import NEEDS
+from fxtune.config.overrides import ChoiceKind, unquoted
 from fxtune.config.root import Config
+from fxtune.data.batches.segments import Side, is_on_side
+from fxtune.data.config import SourceConfig
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.drafts import recipe
-from fxtune.drafts.rows import Rows, spread
+from fxtune.drafts.rows import MOST_ROWS, Rows, spread
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.system.machine.facts import MachineFacts, installed_packages
 from fxtune.system.machine.packages import PACKAGES
 from fxtune.system.terminal.units import GIB
@@ -36,6 +44,11 @@ BUNDLES = (["lora", "fast"], ["qlora", "fast"])
 """Techniques to try: the fastest first, the smallest in memory last."""
 PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
+HEAD_RATE, TINY_HEAD_RATE = 1.0e-4, 2.0e-3
+"""The learning rates of LoRA with a head for classes, ranks or vectors: TRL's default for reward models
+(docs/reward_models.md); and for the models that ship with fxtune, between the rates of their recipes."""
+LEAST_QUERIES = 16
+"""A step has about this many queries or more: each has to find its positive among the positives of the step."""
 MODELS_DATE = "2026-11-28"
 TEXT_MODELS = (
     *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"),
@@ -55,100 +68,127 @@ TINY_MODELS = {False: "builtin:tiny", True: "builtin:tiny-vision"}
 
 @dataclass
 class Draft:
-    """A recipe in the making: {key: value} and {key: reason}."""
+    """A recipe in the making: {key: value} and {key: reason}. A key that is there stays: the user gave it."""
 
     keys: dict[str, Any]
     reasons: dict[str, str]
 
     def set(self, key: str, value: Any, why: str = "") -> None:
-        self.keys[key] = value
+        self.keys.setdefault(key, value)
         if why:
-            self.reasons[key] = why
+            self.reasons.setdefault(key, why)
 
 
-def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> tuple[Draft, Rows]:
-    """(a recipe for `rows`, the rows in the format in which the recipe reads them). `model`: a hub id or a folder;
-    None: the largest model below that fits `card`.
+def given(source: dict[str, Any], model: str | None, overrides: list[str]) -> tuple[Draft, Config]:
+    """(a draft with the keys in `overrides`, the config with which rows are read). `source`: the entry of
+    data.sources. `model`: a hub id or a folder, or None. Raises ConfigError."""
+    choices = compose.prepare(overrides)
+    kinds = (ChoiceKind.group, ChoiceKind.key)
+    if wrong := [choice.text for choice in choices if choice.kind not in kinds or choice.key == "data.sources"]:
+        raise ConfigError(f"`{wrong[0]}`: `fxtune new` takes keys and groups, and data.sources.0.KEY of its rows.")
+    parse, later = OverridesParser.create().parse_override, {need.key for need in NEEDS}
+    sections = ("data", "model", "objective")  # the other keys may need what is guessed from the rows
+    now = [choice.text for choice in choices if choice.key.split(".")[0] in sections and choice.key not in later]
+    config = _config({"data.sources": [source]}, now)
+    keys = {choice.key: unquoted(parse(choice.text).value()) for choice in choices}
+    config.model.path = model or (config.model.path if {"model", "model.path"} & keys.keys() else None)
+    keys = {key: value for key, value in keys.items() if not key.startswith("data.sources.")}
+    return Draft(keys, dict.fromkeys(keys, "as the command says")), config
+
+
+def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: MachineFacts) -> tuple[Rows, TokenTable]:
+    """Fill `found`, a recipe for `rows`. Returns (the rows in the format in which the recipe reads them, their
+    documents). If `model` has no path, the recipe has the largest model below that fits `card`.
 
     Raises ConfigError if no model fits, and the errors of reading the rows and the model.
     """
-    found = Draft({}, {})
     if rows.objective != "causal_lm":
         found.set("objective", rows.objective, f"rows of {rows.format.name}")
-    chosen = _model(rows, model, card)
+    chosen = replace(model, path=model.path or _model(rows, card))
     rows = rows.as_chats(load_tokenizer(chosen))
-    lengths = rows.lengths(chosen)
-    _data(found, name, rows, lengths, chosen)
-    _training(found, rows, lengths)
-    _fit(found, chosen, card, model is None)
-    return found, rows
+    table = rows.tokenized(chosen)
+    # A group has a row, and is packed whole. Answers may have a row each.
+    lengths = np.diff(table.offsets if rows.format.answers else table.by_group.offsets)
+    found.set("data.sequence_length", *_length(lengths, chosen, rows.format.noun))
+    _data(found, name, rows, table)
+    _training(found, rows, table, chosen)
+    _fit(found, chosen, card, model.path is None)
+    return rows, table
 
 
-def _data(found: Draft, name: str, rows: Rows, lengths: np.ndarray, model: ModelConfig) -> None:
-    source = {"path": rows.source.path} | ({"columns": dict(rows.source.columns)} if rows.source.columns else {})
+def _data(found: Draft, name: str, rows: Rows, table: TokenTable) -> None:
+    plain = json.loads(json.dumps(asdict(rows.source)))
+    source = {key: value for key, value in plain.items() if value != asdict(SourceConfig())[key]}
     named = "".join(f", `{old}` is read as {new}" for old, new in rows.source.columns.items())
     found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}{named}")
-    found.set("data.sequence_length", *_length(lengths, model))
     if rows.format.answers:
         found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
     if rows.held_out:
         held = source | {"split": rows.held_out, "limit": HELD_OUT}
         found.set("data.eval_sources", [held], f"the first rows of the folder's split {rows.held_out}, to evaluate on")
-    elif rows.count >= 50:
-        share = round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3)
-        found.set(
-            "data.eval_fraction", share, f"about {round(share * rows.count):,} rows are held out, to evaluate on"
-        )
+    elif rows.count >= 50 and "data.eval_sources" not in found.keys:
+        share = found.keys.get("data.eval_fraction", round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3))
+        chosen, seen = is_on_side(Side.held_out, table.by_row.held_out_by, share), min(rows.count, MOST_ROWS)
+        number = f"{'about ' * (rows.count > seen)}{round(int(chosen.sum()) * rows.count / seen):,}"
+        found.set("data.eval_fraction", share, f"{number} rows are held out by their content, to evaluate on")
     if rows.are_chats and rows.count >= 5 * QUESTIONS:
-        file = discovery.LOCAL / f"{name}_questions.jsonl"
-        found.set("data.questions.path", str(file), f"{QUESTIONS} of your rows, asked before and after training")
-    if rows.held_out or "data.questions.path" in found.keys:
+        file = str(_questions(name))
+        found.set("data.questions.path", file, f"at most {QUESTIONS} of your rows, asked before and after training")
+    if rows.held_out or found.keys.get("data.questions.path"):
         found.set("data.on_overlap", "drop", "rows that are held out or asked are not trained on")
 
 
-def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
+def _length(lengths: np.ndarray, model: ModelConfig, noun: str) -> tuple[int, str]:
     """data.sequence_length and its reason: the 99th percentile of `lengths`, rounded up to a multiple of 128."""
     most = int(np.percentile(lengths, 99))
     text = load_config(with_shipped_config(model, plans=True)).get_text_config()
     limit = int(getattr(text, "max_position_embeddings", 0) or 2**24)
     length = min(max(256, -(-most // 128) * 128), limit)
     longer = float((lengths > length).mean())
-    return length, f"99 % of the documents have at most {most:,} tokens; {longer:.1%} are longer"
+    return length, f"99 % of the {noun} have at most {most:,} tokens; {longer:.1%} are longer"
 
 
-def _training(found: Draft, rows: Rows, lengths: np.ndarray) -> None:
+def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -> None:
     epochs = next((epochs for below, epochs in EPOCHS if rows.count < below), 1)
-    tokens = float(lengths.mean()) * max(1, len(rows.format.answers))
+    tokens, answers = float(np.diff(table.by_group.offsets).mean()), len(rows.format.answers) or 1
     found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(tokens * rows.count):,} tokens")
+    epochs = found.keys["train.epochs"] or 1
     packed = max(1.0, found.keys["data.sequence_length"] / tokens)
-    if epochs * rows.count < STEPS * packed:
+    # Without packing a micro-batch is a multiple of a group's documents, and groups differ in size.
+    if len(table.by_group) * answers == len(table) and epochs * rows.count < STEPS * packed:
         found.set("data.packing", False, f"a document a row: packed rows would give fewer than {STEPS} steps")
-        packed = 1.0
+    packed = 1.0 if found.keys.get("data.packing") is False else packed
     documents = 32
-    while documents > 1 and epochs * rows.count / documents < STEPS:
+    least = LEAST_QUERIES if rows.format.is_compared else answers
+    while documents > least and epochs * rows.count / documents < STEPS:
         documents //= 2
-    batch = 1 << int(np.log2(max(1.0, documents / packed)))
+    rounded = np.ceil if rows.format.is_compared else np.floor
+    batch = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
     steps = int(epochs * rows.count / packed / batch)
     found.set(
-        "train.global_batch_size", batch, f"rows of a step: about {batch * packed:.0f} documents, {steps:,} steps"
+        "train.global_batch_size",
+        batch,
+        f"rows of a step: about {batch * packed:.0f} {rows.format.noun}, {steps:,} steps",
     )
-    if rows.objective == "causal_lm":
+    objective: Any = OBJECTIVES[rows.objective]
+    if not objective.needs.reads_groups:
         found.set("optimizer.lr", "auto", "from the size of the model and the adapters (docs/learning_rate.md)")
-    else:
+    elif objective.needs.writes:
         found.set("optimizer.lr", PAIR_RATE, "of a published recipe for preferences with LoRA")
+    else:
+        rate = TINY_HEAD_RATE if (model.path or "").startswith("builtin:") else HEAD_RATE
+        found.set("optimizer.lr", rate, "of LoRA with such a head; try others (fxtune sweep)")
 
 
-def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
-    if model is not None:
-        return ModelConfig(path=model)
+def _model(rows: Rows, card: MachineFacts) -> str:
     if card.device == "cpu":
-        return ModelConfig(path=TINY_MODELS[rows.has_images])
+        return TINY_MODELS[rows.has_images]
     for name in IMAGE_MODELS if rows.has_images else TEXT_MODELS:
         config = _config({"techniques": BUNDLES[0], "data.sequence_length": 2048})
         shape = ModelConfig(path=None, init=Init.random, architecture=shipped_configs()[name].config)
         config = replace(config, model=shape)
         if _fits(forecast_run(config, card, 1, None)):
-            return ModelConfig(path=name)
+            return name
     raise ConfigError(f"No model of `fxtune new` fits {card.device_name}. Name one: --model ID.")
 
 
@@ -160,9 +200,10 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
     found.set("model.path", model.path, f"the largest proposed model that fits, of {MODELS_DATE}" if proposed else "")
-    for bundle in BUNDLES:
-        best: tuple[int, RunForecast] | None = None
-        for micro in _divisors(found.keys["train.global_batch_size"]):
+    sizes = [1 << power for power in range(7) if found.keys["train.global_batch_size"] % (1 << power) == 0]
+    for bundle in [found.keys["techniques"]] if "techniques" in found.keys else BUNDLES:
+        best: tuple[Any, RunForecast] | None = None
+        for micro in [found.keys["train.micro_batch_size"]] if "train.micro_batch_size" in found.keys else sizes:
             config = _config({**found.keys, "techniques": bundle, "train.micro_batch_size": micro})
             config = replace(config, model=with_shipped_config(config.model, plans=True))
             forecast = forecast_run(config, card, 1, None)
@@ -188,29 +229,30 @@ def _fits(forecast: RunForecast) -> bool:
     return forecast.need.device <= ROOM * forecast.facts.free_memory
 
 
-def _divisors(batch: int) -> Iterator[int]:
-    micro = 1
-    while micro <= min(batch, 64):
-        yield micro
-        micro *= 2
-
-
-def _config(keys: dict[str, Any]) -> Config:
+def _config(keys: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     with tempfile.TemporaryDirectory(prefix="fxtune-new-") as folder:
         file = Path(folder) / "draft.yaml"
         file.write_text(recipe.text([], keys), encoding="utf-8")
-        return compose.load([f"+recipe='{file}'"])
+        return compose.load([f"+recipe='{file}'", *overrides])
 
 
-def write(found: Draft, name: str, rows: Rows, command: str) -> None:
-    """Write the recipe and its questions. Raises StorageError if one of the files exists."""
-    questions = Path(found.keys.get("data.questions.path", ""))
-    if questions.is_file():
-        raise StorageError(f"{questions} exists and is not overwritten. Give another name.")
+def _questions(name: str) -> Path:
+    return discovery.LOCAL / f"{name}_questions.jsonl"
+
+
+def require_new(name: str) -> None:
+    """Raise StorageError if the recipe `name` or its questions exist."""
+    if there := [file for file in (discovery.LOCAL / f"{name}.yaml", _questions(name)) if file.exists()]:
+        raise StorageError(f"{there[0]} exists and is not overwritten. Give another name.")
+
+
+def write(found: Draft, name: str, rows: Rows, table: TokenTable, command: str) -> None:
+    """Write the recipe and its questions. Raises StorageError if the recipe exists."""
     title = f"{found.keys['model.path']} on {rows.source.path}"
     written = f"Written by `{command}`. Each line is a guess that you can change."
     comments = [title, "", f"  fxtune +recipe={name}", "", written]
     recipe.write(name, recipe.text(comments, found.keys, found.reasons))
-    if questions.name:
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS)]
+    if found.keys.get("data.questions.path") == str(questions := _questions(name)):
+        bad = {row["where"] for row in table.read_bad_rows(open_source(rows.source).file_names)}
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS, bad)]
         questions.write_text("\n".join(lines) + "\n", encoding="utf-8")

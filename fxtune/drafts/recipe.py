@@ -13,17 +13,16 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 
-GROUPS = ("objective", "techniques")
-"""Keys that choose a config group."""
 WIDTH = 50
 """The column at which reasons begin."""
 
 
 def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str, str] = {}) -> str:
-    """The text of a recipe file. `keys`: {key with dots: value}; `reasons`: {key: why it has this value}."""
-    defaults = [f"  - override /{key}: {_value(keys[key])}" for key in GROUPS if key in keys]
+    """The text of a recipe file. `keys`: {key with dots, or group: value}; `reasons`: {key: why it has this value}."""
+    groups = [key for key in keys if "." not in key]
+    defaults = [f"  - override /{key}: {_value(keys[key])}" for key in groups]
     lines = [f"# {line}".rstrip() for line in comments] + [discovery.SCHEMA_LINE, "# @package _global_"]
-    why = {f"override /{key}": reasons[key] for key in GROUPS if key in reasons}
+    why = {f"override /{key}": reasons[key] for key in groups if key in reasons}
     if defaults:
         lines += [
             "defaults:",
@@ -32,14 +31,14 @@ def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str,
         ]
     body: dict[str, Any] = {}
     for key, value in keys.items():
-        if key not in GROUPS:
+        if key not in groups:
             *path, last = key.split(".")
             section = body
             for part in path:
                 section = section.setdefault(part, {})
             section[last] = value
     for group in (name for name in Config.__dataclass_fields__ if name in body):
-        lines += ["", *_section({group: body[group]}, "", 0, reasons)]
+        lines += ["", *_section({group: body[group]}, "", 0, {**reasons, group: ""})]
     return "\n".join(lines) + "\n"
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.config.root import Config
+from fxtune.data.config import AUTO, DataConfig, SourceConfig
 from fxtune.data.formats.image_parts import columns_of, images_of
+from fxtune.data.formats.labelled import LABELS as NUMBERED
+from fxtune.data.formats.labelled import NUMBER
 from fxtune.data.formats.registry import PAIRS, row_format, suggested_columns
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference, RowFormat
 from fxtune.data.formats.shapes import FILE_NAME, with_mark
 from fxtune.data.formats.values import RowError
 from fxtune.data.read.sources import open_source
-from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.data.tokenized.tokenize import bad_row_error, tokenize
 from fxtune.errors import ConfigError, DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.settle.images import image_processor
@@ -30,6 +32,8 @@ AS_CHATS = {
     "preference": {"prompt": "instruction"},
 }
 """{a format whose texts get no chat template: {a column of it: the column's name in a format of chats}}."""
+OBJECTIVES = {"embedding": "embedding", "candidates": "ranking", "labelled": "classification"}
+"""{a format of other rows than texts, chats and preferences: the objective that learns from them}."""
 LABELS = ("label", "labels", "class", "category", "intent")
 MOST_ROWS = 20_000
 """The lengths of this many rows are counted. They stand for all rows of a larger file."""
@@ -38,7 +42,10 @@ MOST_ROWS = 20_000
 @dataclass(frozen=True)
 class Rows:
     source: SourceConfig
+    data: DataConfig
+    """The settings with which rows are read."""
     format: RowFormat
+    objective: str
     count: int
     """The number of rows in the file."""
     has_images: bool
@@ -46,14 +53,11 @@ class Rows:
     """The split of a folder to evaluate on; empty if there is none."""
 
     @property
-    def objective(self) -> str:
-        return {0: "causal_lm", 1: "kto"}.get(len(self.format.answers), "dpo")
-
-    @property
     def are_chats(self) -> bool:
         """Whether rows are questions and answers in text alone. Only such rows are copied into a file of questions:
         the path of an image would be wrong there, because it is relative to the file of its row."""
-        return not (self.format.answers or self.has_images) and self.format.name not in ("text", "tokens")
+        is_asked = self.objective == "causal_lm" and self.format.is_question
+        return is_asked and not self.has_images and self.format.name not in ("text", "tokens")
 
     def as_chats(self, tokenizer: Any) -> Rows:
         """The rows as chats in the model's template, in which `fxtune chat` and servers write prompts. Rows stay as
@@ -66,41 +70,46 @@ class Rows:
         found = dict(zip(("prompt", "completion"), pair, strict=False)) | found
         found |= {new: old for old, new in self.source.columns.items() if new in names}
         are_texts = all(isinstance(first.get(found.get(name, "")), str) for name in names)
-        if not (names and are_texts and tokenizer.chat_template):
+        has_template = tokenizer.chat_template or self.data.chat_template
+        if not (names and are_texts and has_template and self.source.format == AUTO):
             return self
         columns = dict(self.source.columns) | {found[old]: new for old, new in names.items()}
         config = replace(self.source, columns=columns)
         return replace(self, source=config, format=open_source(config).format())
 
-    def lengths(self, model: ModelConfig) -> np.ndarray:
-        """The number of tokens of each document of the first MOST_ROWS rows, int64 [documents]. Raises ConfigError if
-        the model does not read the rows' images, DataError for a bad row, and the errors of load_tokenizer()."""
+    def tokenized(self, model: ModelConfig) -> TokenTable:
+        """The documents of the first MOST_ROWS rows. Raises ConfigError if the model does not read the rows' images,
+        DataError for a bad row, and the errors of load_tokenizer()."""
         tokenizer = load_tokenizer(model)
-        data = DataConfig(sources=[self.source], sequence_length=NO_LIMIT)
+        data = replace(self.data, sources=[self.source], sequence_length=NO_LIMIT)
         images = image_processor(model, data, tokenizer) if self.has_images else None
         if self.has_images and images is None:
             raise ConfigError(f"{model.path} reads no images, and the rows have images. Name another one by --model.")
-        table = tokenize(replace(self.source, limit=min(self.count, MOST_ROWS)), data, tokenizer, None, False, images)
-        return np.diff(table.offsets)
+        return tokenize(replace(self.source, limit=min(self.count, MOST_ROWS)), data, tokenizer, None, False, images)
 
 
-def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
-    """The rows of a file, a folder or a dataset. `columns`: the value for `columns` of the source.
+def read_rows(given: Config, objective: str) -> Rows:
+    """The rows of the first source of `given`. `objective`: what the user has chosen; empty: the rows decide.
 
-    Raises DataError if fxtune does not know the format of the rows."""
-    config = SourceConfig(path=path, columns=dict(columns))
+    Raises DataError if fxtune does not know the format of the rows, or if none can be read."""
+    config = given.data.sources[0]
+    columns = config.columns
     source = open_source(config)
     first = next((row.value for row in replace(source, as_they_are=True, keeps_images=True).rows()), None) or {}
     is_named = not columns_of(first) and with_mark(first) is not None
     source.keeps_images = not is_named or any(
         (folder / first[FILE_NAME]).is_file() for folder in source.folders.values()
     )
-    head = source.head()
+    if not (head := source.head()):
+        bad = next(source.rows())
+        raise bad_row_error(bad.where, bad.error, columns)
     names = list(dict.fromkeys(key for row in head for key in row))
     known = columns or any(row_format(row) for row in head)
-    guess = {} if columns else _labelled(head, names, path) or ({} if known else suggested_columns(head, names))
-    if guess:
-        config = replace(config, columns=guess)
+    is_said = columns or objective or config.format != AUTO
+    guess, form = ({}, config.format) if is_said else _labelled(head, names)
+    guess = guess or ({} if known else suggested_columns(head, names))
+    if guess or form != config.format:
+        config = replace(config, columns=guess or columns, format=form)
         source = replace(source, config=config)
         head = source.head()
     count = len(source.dataset) if source.kind == "hub" else source.count(source.files)
@@ -110,24 +119,24 @@ def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
     except DataError as error:
         how = "Say which columns are the question and the answer: --columns COLUMN=instruction,OTHER=output"
         raise DataError(f"{error}\n{how}") from error
-    return Rows(config, format, count, any(_has_image(row, format) for row in head), held_out)
+    own = OBJECTIVES.get(format.name) or {0: "causal_lm", 1: "kto"}.get(len(format.answers), "dpo")
+    has_images = any(_has_image(row, format) for row in head)
+    return Rows(config, given.data, format, objective or own, min(count, config.limit or count), has_images, held_out)
 
 
-def _labelled(head: list[dict[str, Any]], names: list[str], path: str) -> dict[str, str]:
-    """{column: new name}, by which a text becomes a question and its label in words the answer; {} for other rows."""
-    texts, labels = (
-        [name for name in ("text", "sentence") if name in names],
-        [name for name in LABELS if name in names],
-    )
-    values = [str(row.get(name)) for name in labels[:1] for row in head]
-    if len(texts) != 1 or len(labels) != 1 or len({*values}) > max(1, len(values) // 2):
-        return {}
-    if not all(isinstance(label := row.get(labels[0]), str) and not label.isdigit() for row in head):
-        raise DataError(
-            f"{path}: column `{labels[0]}` has labels that are no words. Write each label as a word: it is learned as "
-            "the answer to its text."
-        )
-    return {texts[0]: "instruction", labels[0]: "output"}
+def _labelled(head: list[dict[str, Any]], names: list[str]) -> tuple[dict[str, str], str]:
+    """({column: new name}, the source's `format`) for a text with a label. With a label in words the text becomes a
+    question and the label its answer. Numbers and lists are for objective=classification. ({}, "auto") for other rows.
+    """
+    texts = [name for name in ("text", "sentence") if name in names]
+    labels = [name for name in LABELS if name in names]
+    values = [row[name] for name in labels[:1] for row in head if row.get(name) is not None]
+    repeat = len({*map(str, values)}) <= max(1, len(values) // 2)
+    if len(texts) != 1 or len(labels) != 1 or not values or not (repeat or labels[0] in NUMBERED):
+        return {}, AUTO
+    if not all(isinstance(value, str) and not NUMBER.fullmatch(value) and value[:1] != "[" for value in values):
+        return {} if labels[0] in NUMBERED else {labels[0]: "label"}, "labelled"
+    return {texts[0]: "instruction", labels[0]: "output"} if repeat else {}, AUTO
 
 
 def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:
@@ -138,10 +147,11 @@ def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:
     return False
 
 
-def spread(rows: Rows, count: int) -> list[Mapping[str, Any]]:
-    """`count` rows, drawn from the split to evaluate on, or else from the file. Each call draws the same rows."""
+def spread(rows: Rows, count: int, bad: Container[str]) -> list[Mapping[str, Any]]:
+    """At most `count` rows without those at the places `bad`, drawn from the split to evaluate on, or else from the
+    file. Each call draws the same rows."""
     source = open_source(replace(rows.source, split=rows.held_out or rows.source.split))
     total = source.count(source.files) if rows.held_out and source.kind != "hub" else rows.count
     drawn = set(random.Random(0).sample(range(total), min(count, total)))
-    chosen = (row.value for number, row in enumerate(source.rows()) if number in drawn)
+    chosen = (row.value for number, row in enumerate(source.rows()) if number in drawn and row.where not in bad)
     return [row for row in chosen if row is not None]

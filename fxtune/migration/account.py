@@ -150,8 +150,12 @@ class Account:
             self.set(target, choices.split("|")[bool(value)] if choices else self.word(name), name)
         elif kind == "without":
             self.note(head, name)
-        elif value in OFF or (word != name and within(value, word)):
-            self.note("as here", name)
+        elif value in OFF:
+            self.note("off", name)
+        elif word != name and within(value, word):
+            if "lora" in word.split("|"):
+                return self.set("techniques", self.recipe["techniques"], name)  # decide() has translated the value
+            self.note(head if kind == "differs" else "fxtune does so, too", name)
         elif kind == "differs":
             self.note(head, name)
             self.differ(f"{self.own(name)}={_short(value)}: {head}")

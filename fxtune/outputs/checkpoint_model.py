@@ -70,7 +70,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     add_end_tokens(model, _ends(run, config))
     card = {
         "data": state.data_fingerprint,
-        "weights": weights_note(state.step, state, config.train.stop.metric) or f"weights of step {state.step}",
+        "weights": weights_note(state.step, state, config) or f"weights of step {state.step}",
         "figures": state.figures,
         "config": read_config(run),
     }

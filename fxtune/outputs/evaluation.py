@@ -168,7 +168,7 @@ def evaluate(
         with closing(_held_out(builder, plan, language_model, tokenizer, sizes, images)) as held_out:
             figures.update(held_out.figures(sizes, config.train.micro_batch_size))
     limits: Any = dict(max_new_tokens=data.questions.max_new_tokens, batch_sizes=sizes)
-    answers = answer(language_model.prepared, tokenizer, questions, **limits, images=images)
+    answers = answer(language_model.prepared, tokenizer, questions, **limits, images=images) if questions else []
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})

@@ -51,7 +51,8 @@ def export(
     """
     options = options or ExportOptions()
     if to not in READS:
-        raise ConfigError(f"--to {to}: there is no such target (known: {', '.join(READS)}){did_you_mean(to, READS)}")
+        merged = f" `fxtune merge {name}` writes the merged model." * to.startswith("merge")
+        raise ConfigError(f"--to {to}: there is no such target{did_you_mean(to, READS)}{merged}")
     if unread := options.given() - READS[to]:
         takers = [f"--to {other}" for other, read in READS.items() if min(unread) in read]
         option = f"--{min(unread).replace('_', '-')}"

@@ -537,7 +537,7 @@ class Trainer:
             later = f"Then: fxtune eval {self.folder.path}"
             self._try_to_measure(partial(self._score, self.benchmarks, "tuned"), "questions", later)
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
-        note = weights_note(step, state, self.config.train.stop.metric)
+        note = weights_note(step, state, self.config)
         if note:
             best = {"eval/best_loss": state.best_loss, "eval/best_match": state.best_match}
             figures |= {name: value for name, value in best.items() if value is not None}

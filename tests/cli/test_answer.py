@@ -40,6 +40,8 @@ def given(*argv: str) -> tuple[int, dict]:
          (None, "data.jsonl", 2, "the first, data.jsonl:2: no text. Set the format.", None)),
         ("no.jsonl: there is no such file. Did you mean yes.jsonl?",
          (None, "no.jsonl", None, "Did you mean yes.jsonl?", "yes.jsonl")),
+        ("data.sources.0.path: no.jsonl: there is no such file.",
+         ("data.sources.0.path", "no.jsonl", None, None, None)),
         ("model.path=no/such: no such folder here. Check the network.",
          ("model.path", None, None, "Check the network.", None)),
         ("techniques.lora.r: too large. Set it to 8.", ("techniques.lora.r", None, None, "Set it to 8.", None)),

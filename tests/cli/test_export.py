@@ -116,6 +116,7 @@ def test_vllm_keeps_the_32_bits_of_a_merge_that_needs_them(tmp_path, monkeypatch
 REFUSED = {
     "no target": (["mine"], 2, "add --to vllm"),
     "unknown target": (["mine", "--to", "vlm"], 2, "did you mean `vllm`?"),
+    "merged": (["mine", "--to", "merged"], 2, "fxtune merge mine"),
     "unknown run": (["nobody", "--to", "vllm"], 2, "there is no run `nobody`"),
     "option of another target": (["mine", "--to", "model", "--merged"], 2, "--merged has no meaning for --to model"),
     "folder that exists": (["mine", "runs", "--to", "vllm"], 6, "runs exists"),

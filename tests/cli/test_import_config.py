@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -139,7 +140,13 @@ EXPECTED = {
     },
     "openai": {"model.path": "org/base", "train.epochs": 2, "run.name": "mine", "optimizer.lr": "auto"},
 }
-CONFIGS = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "trl": TRL, "swift": SWIFT, "openai": JOB}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "axolotl": AXOLOTL,
+    "llamafactory": FACTORY,
+    "trl": TRL,
+    "swift": SWIFT,
+    "openai": JOB,
+}
 OPTIONS = {"axolotl": ["--gpus", "2"], "trl": ["--method", "dpo"], "openai": ["--model", "org/base"]}
 
 
@@ -207,6 +214,22 @@ def test_what_fxtune_cannot_do_is_refused_and_no_recipe_written_unless_it_is_lef
     command = ["import", f"{tool}.yaml", *OPTIONS.get(tool, []), "--data", "rows.jsonl", "--without", key]
     assert main(command) == 0
     assert f"{key}=" in (folder / f"recipes/{tool}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "fate", "said"),
+    [
+        ("axolotl", "adapter", "translated", "techniques="),
+        ("axolotl", "saves_per_epoch", "no effect here", "checkpoint.every"),
+        ("axolotl", "special_tokens", "no effect here", "tokenizer"),
+        ("llamafactory", "finetuning_type", "translated", "techniques="),
+    ],
+)
+def test_the_account_of_a_key_names_what_decides_it(folder, tool, key, fate, said):
+    _, found = imported(folder, tool, **({} if key in CONFIGS[tool] else {key: 1}))
+    (entry,) = (entry for entry in found["keys"] if entry["key"] == key)
+    assert entry["fate"] == fate
+    assert said in entry["text"]
 
 
 def test_what_is_trained_otherwise_stands_in_the_recipe(folder):

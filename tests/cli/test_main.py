@@ -40,6 +40,7 @@ def fxtune(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def test_training_gets_typed_config_of_recipe_groups_and_keys(cwd, trained):
+    (cwd / "docs.jsonl").write_text('{"text": "one row"}\n')
     assert command.main([QUICK, "optimizer=muon", "data.sources.0.path=docs.jsonl", "run.seed=3"]) == 0
     (config,) = trained
     assert config.optimizer.name.value == "muon"
@@ -47,7 +48,7 @@ def test_training_gets_typed_config_of_recipe_groups_and_keys(cwd, trained):
     assert config.run.seed == 3
     assert config.run.name == "quickstart"
     assert config.run.dir is None
-    assert list(cwd.iterdir()) == [], "Hydra left something in the working directory"
+    assert [path.name for path in cwd.iterdir()] == ["docs.jsonl"], "Hydra left something in the working directory"
 
 
 def test_command_train_can_be_left_out(cwd, trained):
@@ -133,7 +134,7 @@ def loaded():
     return sorted(name for name in HEAVY if name in sys.modules)
 
 found = []
-for words in (["--cfg", "job"], ["optimizer.lr=fast"], ["train.max_steps=1", "data.questions.path=null", "run.report=false"]):
+for words in (["--cfg", "job"], ["optimizer.lr=fast"], ["data.sources.0.path=no.jsonl"], ["train.max_steps=1", "data.questions.path=null", "run.report=false"]):
     code = main(["+recipe=quickstart", "tracking.display=none", *words])
     found.append([code, loaded()])
 print(json.dumps(found))
@@ -154,14 +155,64 @@ def test_a_command_imports_nothing_slow_before_its_config_is_checked_and_a_run_o
         env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    printed, refused, run = json.loads(done.stdout.splitlines()[-1])
+    printed, refused, without_data, run = json.loads(done.stdout.splitlines()[-1])
     assert printed == [0, []]
     assert refused == [2, []]
+    assert without_data == [3, []]
     assert run[0] == 0
     # transformers itself imports the compiler's front end, DTensor, and scipy where it is installed.
     allowed = {"transformers", "peft", "torch._dynamo", "torch.distributed.tensor", "scipy"}
     # transformers 5.17 imports sklearn where it is installed, and sklearn imports the others.
     assert set(run[1]) <= allowed | ({"sklearn", "pandas", "pyarrow"} if "sklearn" in run[1] else set())
+
+
+ROWS = {
+    "pairs.jsonl": {"prompt": "a", "completion": "b"},
+    "chats.jsonl": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "names.jsonl": {"title": 1},
+    "kinds/pairs.jsonl": {"prompt": "a", "completion": "b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["data.sources.0.path=no.jsonl"], "data.sources.0.path", ["no.jsonl"]),
+        (["data.sources=[{path: pairs.jsonl}, {path: kinds}]"], "data.sources.1.path", ["pairs.jsonl", "table.csv"]),
+        (["data.eval_sources=[{path: no.jsonl}]"], "data.eval_sources.0.path", ["no.jsonl"]),
+        (["data.questions.path=no.jsonl"], "data.questions.path", ["no.jsonl"]),
+        (["data.sources=[{path: names.jsonl}]"], "data.sources.0.path", ["title"]),
+        (
+            ["data.sources=[{path: pairs.jsonl, columns: {promt: prompt}}]"],
+            "data.sources.0.columns",
+            ["promt", "prompt, completion", "'data.sources=[{path: pairs.jsonl}]'"],
+        ),
+        (
+            ["data.sources=[{path: '*s.jsonl'}]", "data.on_bad_row=quarantine"],
+            "data.sources.0.path",
+            ["pairs.jsonl has the columns of prompt_completion", "chats.jsonl has the columns of messages"],
+        ),
+    ],
+)
+def test_a_mistake_in_the_data_is_named_with_its_key_before_training_begins(cwd, trained, capsys, words, key, said):
+    (cwd / "kinds").mkdir()
+    (cwd / "kinds" / "table.csv").write_text("prompt,completion\na,b\n")
+    for name, row in ROWS.items():
+        (cwd / name).write_text(json.dumps(row) + "\n")
+    assert command.main([QUICK, *words]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"fxtune: {key}: ")
+    assert all(part in error for part in said)
+    assert trained == []
+
+
+def test_a_finished_run_needs_its_data_no_more(cwd, trained):
+    words = [QUICK, "data.sources.0.path=no.jsonl", "run.dir=here"]
+    assert command.main(words) == 3
+    (cwd / "here").mkdir()
+    (cwd / "here" / "result.json").write_text("{}")
+    assert command.main(words) == 0
+    assert len(trained) == 1
 
 
 def test_user_error_is_printed_once_with_its_exit_code(cwd, trained, capsys, monkeypatch):
@@ -192,6 +243,7 @@ def test_interruption_exits_with_130(cwd, trained, capsys, monkeypatch):
         (["+recip=quickstart"], "did you mean `+recipe=quickstart`?"),
         (["+recipe=./none.yaml"], "there is no recipe file ./none.yaml"),
         (["previw", QUICK], "did you mean `preview`?"),
+        (["serve", "quickstart"], "fxtune export RUN --to vllm"),
         (["quickstart"], "fxtune +recipe=quickstart"),
         (["train.max_steps=3"], "data.sources is empty"),
         (["recipes", "list"], "`fxtune recipes list` is not a command"),

@@ -64,6 +64,17 @@ FILES = {
     ),
     "labels.csv": lambda file: table(file, ["text", "label"], [(q, "even") for q, _ in ASKED]),
     "folder": folder,
+    "anchors.jsonl": lambda file: jsonl(
+        file, [{"anchor": q, "positive": a, "negative": f"It is {a}0"} for q, a in ASKED]
+    ),
+    "ranked.jsonl": lambda file: jsonl(
+        file, [{"query": q, "passages": [a, f"{n}", "No."], "labels": [2, 1, 0]} for n, (q, a) in enumerate(ASKED)]
+    ),
+    "numbers.csv": lambda file: table(file, ["text", "label"], [(q, n % 3) for n, (q, _) in enumerate(ASKED)]),
+    "shares.jsonl": lambda file: jsonl(file, [{"text": q, "label": n / 200} for n, (q, _) in enumerate(ASKED)]),
+    "several.jsonl": lambda file: jsonl(
+        file, [{"sentence": q, "category": [["even"], ["odd", "red"]][n % 2]} for n, (q, _) in enumerate(ASKED)]
+    ),
 }
 AS_TURNS = ("questions.csv", "pairs.jsonl", "judged.jsonl", "labels.csv")
 """Their texts become turns of the model's template."""
@@ -71,7 +82,8 @@ ONE_STEP = (
     *("train.max_steps=1", "data.questions.limit=1", "data.questions.max_new_tokens=2"),
     *("tracking.display=none", "run.report=false"),
 )
-OBJECTIVES = {"pairs.jsonl": "dpo", "judged.jsonl": "kto"}
+OBJECTIVES = {"pairs.jsonl": "dpo", "judged.jsonl": "kto", "anchors.jsonl": "embedding", "ranked.jsonl": "ranking"}
+OBJECTIVES |= dict.fromkeys(("numbers.csv", "shares.jsonl", "several.jsonl"), "classification")
 NAMES = {file: file.replace(".", "_") for file in FILES}
 
 
@@ -88,7 +100,7 @@ def drafted(file, *words):
     return load([f"+recipe={NAMES[file]}"])
 
 
-@pytest.mark.parametrize("file", slow_but(FILES, *AS_TURNS, "book.txt", "folder"))
+@pytest.mark.parametrize("file", slow_but(FILES, *AS_TURNS, "book.txt", "folder", "anchors.jsonl", "numbers.csv"))
 def test_rows_of_each_kind_become_a_recipe_that_trains(place, file, capfd):
     config = drafted(file)
     assert config.objective.name == OBJECTIVES.get(file, "causal_lm")
@@ -141,15 +153,82 @@ def test_a_question_that_repeats_its_answer_keeps_its_column(place):
 def test_a_chat_in_an_object_and_a_text_with_a_category_of_its_own_stay_as_they_are(place):
     jsonl("inner.jsonl", [{"conv": {"prompt": q, "completion": a}} for q, a in ASKED])
     table("topics.csv", ["text", "category"], ASKED)
-    for name, file in (("inner", "inner.jsonl"), ("topics", "topics.csv")):
+    table("places.csv", ["text", "category"], [(q, n) for n, (q, _) in enumerate(ASKED)])
+    for name, file in (("inner", "inner.jsonl"), ("topics", "topics.csv"), ("places", "places.csv")):
         assert main(["new", name, "--data", file]) == 0
         assert load([f"+recipe={name}"]).data.sources[0].columns == {}
+        assert load([f"+recipe={name}"]).objective.name == "causal_lm"
 
 
-def test_labels_that_are_numbers_say_what_to_write(place, capfd):
-    table("numbers.csv", ["text", "label"], [(q, n % 2) for n, (q, _) in enumerate(ASKED)])
-    assert main(["new", "numbers", "--data", "numbers.csv"]) == 3
-    assert "Write each label as a word" in capfd.readouterr().err
+def test_keys_of_the_command_are_used_for_reading_and_stand_in_the_recipe(capfd):
+    table("odd.csv", ["Frage", "Antwort", "Kontext"], [(*pair, f"note {n}") for n, pair in enumerate(ASKED)])
+    words = ["new", "odd", "--data", "odd.csv", "--columns", "Frage=instruction,Antwort=output"]
+    assert main(words) == 3
+    assert "data.sources.0.unused=[Kontext]" in capfd.readouterr().err
+    keys = ("data.sources.0.unused=[Kontext]", "optimizer.lr=3e-4", "techniques.lora.r=4", "schedule=linear")
+    assert main([*words, *keys, "train.epochs=1"]) == 0
+    config = load(["+recipe=odd"])
+    assert config.data.sources[0].unused == ["Kontext"]
+    assert (config.optimizer.lr, config.techniques.lora.r, config.train.epochs) == (3e-4, 4, 1)
+    assert config.schedule.name.value == "linear"
+    assert main(["train", "+recipe=odd", *ONE_STEP]) == 0
+
+
+def test_rows_with_faults_are_quarantined_if_the_command_says_so_and_are_not_asked(capfd):
+    jsonl("faults.jsonl", [{"question": q, "answer": 5 if n % 4 else a} for n, (q, a) in enumerate([*ASKED, *ASKED])])
+    assert main(["new", "faults", "--data", "faults.jsonl"]) == 3
+    assert "`answer`" in capfd.readouterr().err, "the column by its name in the file"
+    assert main(["new", "faults", "--data", "faults.jsonl", "data.on_bad_row=quarantine"]) == 0
+    asked = Path("recipes/faults_questions.jsonl").read_text().splitlines()
+    assert asked
+    assert all(isinstance(json.loads(line)["output"], str) for line in asked)
+    assert main(["train", "+recipe=faults", *ONE_STEP]) == 0
+
+
+@pytest.mark.parametrize("key", ["+recipe=quickstart", "data.sources=[{path: a.csv}]", "optimizer.lrr=1"])
+def test_what_no_recipe_of_new_can_have_is_refused(key, capfd):
+    FILES["chats.jsonl"]("chats.jsonl")
+    assert main(["new", "mine", "--data", "chats.jsonl", key]) == 2
+    assert key.partition("=")[0] in capfd.readouterr().err
+    assert not Path("recipes/mine.yaml").exists()
+
+
+def test_a_chosen_objective_reads_the_rows_in_its_format():
+    FILES["labels.csv"]("labels.csv")
+    assert main(["new", "mine", "--data", "labels.csv", "objective=classification"]) == 0
+    config = load(["+recipe=mine"])
+    assert (config.objective.name, config.data.sources[0].format) == ("classification", "labelled")
+    assert config.data.questions.path is None
+
+
+def test_few_pairs_have_both_answers_in_a_micro_batch():
+    jsonl("few.jsonl", [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in ASKED[:12]])
+    assert main(["new", "few", "--data", "few.jsonl"]) == 0
+    assert main(["train", "+recipe=few", *ONE_STEP]) == 0
+
+
+def test_the_recipe_says_how_many_rows_the_run_holds_out(capfd):
+    FILES["questions.csv"]("questions.csv")
+    assert main(["new", "mine", "--data", "questions.csv"]) == 0
+    (line,) = (line for line in Path("recipes/mine.yaml").read_text().splitlines() if "eval_fraction" in line)
+    capfd.readouterr()
+    assert main(["preview", "+recipe=mine"]) == 0
+    assert f"held out for evaluation: {line.partition('# ')[2].split()[0]} documents" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "json", "txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_that_is_not_utf8_says_how_to_convert_it(ending, encoding, capfd):
+    rows = {"csv": "frage,antwort\nWozu?,Dafür\n", "txt": "Dafür"}
+    Path(f"rows.{ending}").write_text(
+        rows.get(ending, '{"text": "Dafür"}' if ending == "jsonl" else '[{"text": "Dafür"}]'), encoding=encoding
+    )
+    assert main(["new", "mine", "--data", f"rows.{ending}"]) == 3
+    told = capfd.readouterr()
+    assert f"rows.{ending}" in told.err
+    assert "UTF-8" in told.err
+    assert "iconv" in told.err
+    assert not told.out.strip(), "no count of rows that cannot be read"
 
 
 def test_pictures_get_a_model_that_sees_them_and_are_not_copied_as_questions(place):
@@ -188,14 +267,15 @@ def test_a_folder_s_split_is_held_out(place, split, file):
     assert f"split {split}" in (place / "recipes/mine.yaml").read_text()
 
 
-def test_questions_are_held_out_rows_and_no_file_is_overwritten():
+def test_questions_are_held_out_rows_and_no_file_is_overwritten(capfd):
     config = drafted("chats.jsonl")
     asked = [json.loads(line) for line in Path(config.data.questions.path).read_text().splitlines()]
     assert len(asked) == 20
     assert {row["messages"][0]["content"] for row in asked} <= {question for question, _ in ASKED}
     assert config.data.on_overlap.value == "drop"
     before = Path(config.data.questions.path).read_text()
-    assert main(["new", "chats_jsonl", "--data", "chats.jsonl"]) == 6
+    assert main(["new", "chats_jsonl", "--data", "nothing.jsonl"]) == 6, "found before rows are read"
+    assert "recipes/chats_jsonl.yaml exists" in capfd.readouterr().err
     Path("recipes/chats_jsonl.yaml").unlink()
     assert main(["new", "chats_jsonl", "--data", "chats.jsonl"]) == 6
     assert Path(config.data.questions.path).read_text() == before

@@ -116,8 +116,8 @@ def test_the_middle_of_a_long_document_is_counted_and_pieces_are_named(small, tm
     file.write_text(json.dumps({"text": f"count {words}"}) + "\n")
     small.data.sources, small.data.sequence_length = [SourceConfig(path=str(file))], 64
     page = page_of(small)
-    assert re.search(r"own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
-    assert re.search(r"own.jsonl: 1 documents longer than 64 tokens were split into \d+ pieces", page)
+    assert re.search(r"document 1 of .*own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
+    assert re.search(r"own.jsonl: 1 document longer than 64 tokens was split into \d+ pieces", page)
     small.data.on_long = OnLong.truncate
     assert "its tokens 0-63 of" in page_of(small)
 
@@ -161,6 +161,11 @@ def test_held_out_documents_and_source_weights_are_shown(small, chats, tmp_path)
     assert re.search(r"own\.jsonl +│ .*│ 2\d\.\d%", page)
     assert re.search(r"chats\.jsonl +│ .*│ 7\d\.\d%", page)
     assert re.search(r"held out for evaluation: \d+ documents, [\d,]+ supervised tokens$", page, re.MULTILINE)
+
+
+def test_held_out_rows_of_preferences_are_counted_in_pairs(small):
+    small.data.sources, small.data.eval_fraction = [SourceConfig(path="builtin:preferences_train")], 0.1
+    assert re.search(r"held out for evaluation: \d+ pairs, ", page_of(small))
 
 
 def test_held_out_documents_that_are_left_out_are_counted(small, tmp_path):

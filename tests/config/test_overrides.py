@@ -20,6 +20,16 @@ def test_field_that_takes_any_keys_can_be_set_as_a_whole(cwd):
     assert config.model.architecture == {"model_type": "llama", "hidden_size": 64}
 
 
+def test_the_number_behind_the_last_entry_of_a_list_adds_an_entry(cwd):
+    write_recipe("defaults: [quickstart]\ndata: {sources: [{path: a.jsonl, limit: 3}]}\n")
+    words = ["data.sources.1.path=b.jsonl", "data.sources.1.limit=5", "data.sources.2.path=c.jsonl"]
+    found = load(
+        ["+recipe=mine", "data.sources.0.limit=4", *words, "data.eval_sources=[{path: d.jsonl}]"]
+    ).data.sources
+    assert [(source.path, source.limit) for source in found] == [("a.jsonl", 4), ("b.jsonl", 5), ("c.jsonl", None)]
+    assert [source.path for source in load(["+recipe=mine"]).data.sources] == ["a.jsonl"]
+
+
 def test_recipe_builds_on_recipes_and_groups(cwd):
     write_recipe("# mine\ntrain: {max_steps: 5}\ndata: {sources: [{path: x.jsonl}]}\n", "quickstart")
     write_recipe(
@@ -81,7 +91,12 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["data.sources.first.path=x"], "counted from 0"),
         (["data.sources=x.jsonl"], "data.sources.0.path=x.jsonl"),
         (["data.sources=[x.jsonl]"], "data.sources.0.path=x.jsonl"),
-        (["data.sources.4.path=x"], "data.sources has 1 here"),
+        (
+            ["data.sources.4.path=x"],
+            "data.sources has 1 here, counted from 0. Give the whole list: 'data.sources=[{path: ",
+        ),
+        (["data.sources=[]", "data.sources.1.path=x"], "data.sources has 0 here"),
+        (["data.questions=null"], "data.questions.path=null"),
         (["optimizer=moun"], "the config group `optimizer` has no `moun`; did you mean `muon`?"),
         (["optimizr=muon"], "did you mean `optimizer=muon`?"),
         (["optimizer={name: sgd}"], "is a config group"),

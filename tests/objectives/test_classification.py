@@ -235,6 +235,7 @@ def test_eval_of_a_run_judges_as_the_run_did(learned, monkeypatch, capsys):
         out = capsys.readouterr().out
         assert "true \\ predicted" in out
         assert "eval/confusion" not in out
+        assert "questions" not in out
 
 
 @pytest.mark.parametrize(
@@ -374,7 +375,7 @@ def test_a_run_says_what_it_cuts_and_which_texts_have_two_labels(cwd, capsys):
     write_jsonl(Path("rows.jsonl"), [*rows, long, {"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}])
     run("data.eval_fraction=0")
     out = " ".join(capsys.readouterr().out.split())
-    assert "rows.jsonl: 1 documents longer than 64 tokens were truncated" in out
+    assert "rows.jsonl: 1 document longer than 64 tokens was truncated" in out
     assert "rows.jsonl: 1 texts have several rows with different labels" in out
 
 

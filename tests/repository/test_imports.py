@@ -34,7 +34,7 @@ ALLOWED = {
     "settle": "errors system plugins distributed data models facts estimate techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models export checkpoint facts estimate techniques objectives optim tracking reports config settle",
     "outputs": "errors upstream system distributed data models export checkpoint facts techniques objectives reports config settle training",
-    "drafts": "errors system data models config settle training",
+    "drafts": "errors system data models objectives config settle training",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts estimate techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts estimate techniques objectives tracking config settle training tuning",
     "cli": "errors upstream system plugins distributed data models export checkpoint facts estimate techniques objectives optim tracking reports config settle training outputs "

@@ -222,7 +222,7 @@ class GrowingRows(RowSequence):
         raise DataError(
             f"data.length_schedule: the documents that fit rows of {starts[stage].length:,} tokens are used up after "
             f"step {step:,} of {self.step_rows.planned:,}, and this stage ends after step {starts[stage + 1].step:,}. "
-            f"{len(waiting):,} documents are longer (the first is document {int(group[0])} of "
+            f"{len(waiting):,} documents are longer (the first is document {int(group[0]) + 1} of "
             f"{table.name}, the longest has {longest:,} tokens), and {why}. Begin longer rows at share {share:g} or "
             f"earlier, make the rows of this stage longer, or set data.length_schedule=[]."
         )

@@ -24,6 +24,7 @@ from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
+from fxtune.system.terminal.units import counted
 
 KEY_COUNTS = 8
 """If documents share tokens, batch_spec() makes room for keys in portions of 1/KEY_COUNTS of all positions."""
@@ -339,22 +340,25 @@ class Plan:
         over = f"longer than {longest:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
-            split = f"documents {over} were split into {counts.pieces:,} pieces"
+            parts = counts.pieces if counts.pieces > max(counts.split - counts.dropped, 1) else 0  # 0: only cut
+            split = f"documents {over} were split into {parts:,} pieces"
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"
             if table.format.answers:
                 cut = f"{table.format.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
                 if table.split.dropped:
                     what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
-                    dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
+                    dropped = f"were left out, because the {what} too long. Raise data.sequence_length"
             elif table.split.chats and not table.format.as_tokenized:
                 split += " at their turns, each with its system prompt"
-                cut = f"of these were cut, because an answer with its question is {over}"
+                cut = f"{'of these' if parts else 'documents'} were cut, because an answer with its question is {over}"
+                lengths = np.diff((table.whole or table).offsets)
+                lost = f"{counts.lost_tokens:,} of {int(lengths[lengths > longest].sum()):,} tokens left out"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
-                dropped = f"are not used, because their answer begins behind the first {longest:,} tokens"
+                dropped = f"are not used, because the answer begins behind the first {longest:,} tokens"
                 dropped += f", {lost}" * (not counts.truncated)
             for count, fate in (
-                (counts.split, f"{split}."),
+                (counts.split * bool(parts), f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
                 (counts.dropped, f"{table.format.noun} {dropped}."),
                 (
@@ -366,7 +370,7 @@ class Plan:
                 (counts.overlapping, f"{table.format.noun} are held out as well, and were left out of training."),
             ):
                 if count:
-                    notes.append(f"{table.name}: {count:,} {fate}")
+                    notes.append(f"{table.name}: {counted(count, fate)}")
         if self.stream.shared is not None:
             tokens, computed = (self.summary()[name] for name in ("tokens", "computed_tokens"))
             notes.append(

@@ -183,7 +183,7 @@ def _too_long(
         if on_long is not OnLong.error:
             cures += f" (now {on_long.value}: a group is not cut)"
     return DataError(
-        f"{table.name}: {noun} {chosen[first]} (counted from 0){twin} has {length[first]:,} tokens, "
+        f"{table.name}: {noun} {chosen[first] + 1}{twin} has {length[first]:,} tokens, "
         f"{table.format.row_limit} is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "
         f"are longer than that. Raise data.sequence_length, or set data.on_long to {cures}."
     )

@@ -147,7 +147,7 @@ class Coverage:
     def _message(self, fault: str, name: str) -> str:
         return (
             f"{fault}, so a part of the row is not in the text that the model reads. Move this part to one that is "
-            f"written; if it is not needed, set the source's `unused: [{name}]`"
+            f"written; if it is not needed, set the source's `unused: [{name}]` ('data.sources.0.unused=[{name}]')"
         )
 
     def _check_messages(self, messages: Messages, tools: Tools, text: str, template: ChatTemplate) -> Iterator[str]:

@@ -312,6 +312,9 @@ def _tools(tools: Any, column: str) -> list[dict[str, Any]] | None:
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RowError(f"{column}[{index}] is {type_name(tool)}, not a JSON schema")
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and not isinstance(name := function.get("name", ""), (str, type(None))):
+            raise RowError(f"{column}[{index}]: the tool's name is {type_name(name)}, not a string")
     return [dict(tool) for tool in tools] if from_text else without_nulls(tools)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
+from fxtune.system.terminal.units import counted
 
 IMAGE = "\U0010fad3"
 """The private-use character that stands for an image in a text."""
@@ -78,16 +79,16 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
                 places += 1
                 if not column:
                     raise RowError(f"{place} names no image, and the row has no column `images`")
-                value = next(rest, None)
+                place, value = column, next(rest, None)
             texts.append(IMAGE)
             images.append((place, value))
         if images:
             message.update(content="".join(texts), images=images)
     if places != len(listed):
         raise RowError(
-            f"{column} has {_count(len(listed), 'image')}, and the messages have {_count(places, 'place')} for them: "
-            f"{MARK} in a text that is no answer, or a part of type image. Write one for each image; the source's "
-            f"`unused: [{column}]` would train without the images"
+            f"{column} has {counted(len(listed), 'images')}, and the messages have {counted(places, 'places')} for "
+            f"them: {MARK} in a text that is no answer, or a part of type image. Write one for each image; the "
+            f"source's `unused: [{column}]` would train without the images"
         )
 
 
@@ -174,7 +175,3 @@ def _column(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a cell of a CSV file
         value = parse_json(value, given[0])
     return given[0], list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

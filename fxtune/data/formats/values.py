@@ -13,6 +13,10 @@ from fxtune.errors import DataError
 MAX_DEPTH = 100
 """A row with lists and objects nested deeper than this is a bad row."""
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+NOT_UTF8 = (
+    "not UTF-8. Convert the file (`iconv -f LATIN1 -t UTF-8`, or from another encoding), or save it from Excel as "
+    "`CSV UTF-8`"
+)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 _TYPE_NAMES = {type(None): "null", bool: "a boolean", str: "a string", dict: "an object"}
@@ -21,6 +25,17 @@ _TYPE_NAMES |= dict.fromkeys((int, float), "a number") | dict.fromkeys((list, tu
 
 class RowError(DataError):
     """One row cannot be used. The message is the reason alone; the reader of the source adds the file and the line."""
+
+
+def unicode_fault(text: str) -> str:
+    """The reason why a text is not Unicode; empty if it is. Readers decode with surrogateescape: a byte that is not
+    UTF-8 becomes one of U+DC80 to U+DCFF."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        is_byte = "\udc80" <= text[problem.start] <= "\udcff"
+        return NOT_UTF8 if is_byte else "holds half a surrogate pair (a broken emoji)"
+    return ""
 
 
 def short(value: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from fxtune.data.formats.values import unicode_fault
 from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, checked_row, reading, too_long
 from fxtune.errors import DataError
 
@@ -22,6 +23,8 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
             raise DataError(
                 f"{name} begins with {header[0]} and holds JSON, not cells under a header: name it {ending}."
             )
+        if reason := unicode_fault(header):
+            raise DataError(f"{name}:1: {reason}.")
         delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
         columns = next(csv.reader([header], delimiter=delimiter), [])
         if repeated := {column for column in columns if columns.count(column) > 1}:

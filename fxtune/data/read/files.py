@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fxtune.data.formats.registry import row_format
+from fxtune.data.formats.values import NOT_UTF8
 from fxtune.data.read.row import bounded_lines
 from fxtune.errors import FILE, DataError, kind_of, nearest
 
@@ -124,13 +126,14 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
             "others, and add a suffix that is missing."
         )
     if len(kinds) > 1:
+        globs = [Path(written.split("*")[0]) / "**" / f"*{paths[0].suffix}" for paths in kinds.values()]
         mixed = "; ".join(
             f"{kind}: {paths[0].name}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
             for kind, paths in kinds.items()
         )
         raise DataError(
             f"{written} holds files of several kinds ({mixed}). Make each kind a separate source, with a glob "
-            f"such as {Path(written.split('*')[0]) / '**' / '*.jsonl'}."
+            f"such as {globs[0]}: data.sources=[{', '.join(f'{{path: {each}}}' for each in globs)}] in the recipe."
         )
     ((kind, paths),) = kinds.items()
     files: list[DataFile] = []
@@ -140,8 +143,10 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
         if file.size == 0:
             raise DataError(f"{path} is empty. Remove it, or write it again.")
         with _open(path) as opened:
-            is_gzip = opened.read(2) == b"\x1f\x8b"
-        if is_gzip and not file.compressed:
+            first = opened.read(2)
+        if first in (BOM_UTF16_LE, BOM_UTF16_BE):
+            raise DataError(f"{path} is UTF-16, and {NOT_UTF8.replace('LATIN1', 'UTF-16')}.")
+        if first == b"\x1f\x8b" and not file.compressed:
             advice = f"Name it {path.name}.gz" if kind == "jsonl" else "Unpack it (gunzip)"
             raise DataError(f"{path} is compressed by gzip, which its name does not say. {advice}.")
         if left is not None and kind == "jsonl" and not file.compressed:

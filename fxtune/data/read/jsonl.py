@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
+from fxtune.data.formats.values import NOT_UTF8, TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
 from fxtune.data.read.row import Reading, Row, bad_row, bounded_lines, checked_row, longest_row, reading, too_long
 from fxtune.errors import DataError
 
@@ -99,7 +99,7 @@ def _parse(line: bytes, where: str, keeps_images: bool) -> Row:
         value = json.loads(text, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as problem:
         raw = line.decode(errors="backslashreplace")
-        return bad_row(where, f"not UTF-8 (byte {problem.start + 1} of the line)", raw)
+        return bad_row(where, f"byte {problem.start + 1} of the line is {NOT_UTF8}", raw)
     except json.JSONDecodeError as problem:
         return bad_row(where, f"not JSON ({problem.msg}, column {problem.colno})", text)
     except RepeatedKeyError as problem:

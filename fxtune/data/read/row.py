@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, AnyStr
 
 from fxtune.data.formats.registry import with_format_names
-from fxtune.data.formats.values import RowError, type_name
+from fxtune.data.formats.values import RowError, type_name, unicode_fault
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS, Group
 
@@ -84,11 +84,9 @@ def checked_row(where: str, value: Any, size: int, suspicious: bool, keeps_image
         return bad_row(where, reason, None)
     if not isinstance(value, dict):
         return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
-    if suspicious:
-        try:
-            json.dumps(value, ensure_ascii=False, default=type_name).encode()  # images are bytes
-        except UnicodeEncodeError:
-            return bad_row(where, "holds half a surrogate pair (a broken emoji, or bytes that are not UTF-8)", value)
+    text = json.dumps(value, ensure_ascii=False, default=type_name) if suspicious else ""  # images are bytes
+    if reason := unicode_fault(text):
+        return bad_row(where, reason, value)
     return Row(where, value, size=size)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -23,9 +24,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.config import SourceConfig, TextUnit
+from fxtune.data.config import DataConfig, SourceConfig, TextUnit
 from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns, row_format
-from fxtune.data.formats.row_format import RowFormat
+from fxtune.data.formats.row_format import LearnConfig, RowFormat
+from fxtune.data.formats.values import RowError
 from fxtune.data.read import files, folders, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
 from fxtune.data.read.delimited import csv_rows
@@ -129,7 +131,8 @@ class Source:
                 close = nearest(column, columns)
                 raise DataError(
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
-                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
+                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}. "
+                    f"Without the recipe's `columns` it is a new source: 'data.sources=[{{path: {self.name}}}]'."
                 )
         rows = self._reading.read(usable)
         return [row.value for row in rows if row.value is not None]
@@ -148,10 +151,25 @@ class Source:
                 continue
             if reason := preference_columns(row, own.known_columns if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
-        if given is not None:
-            return given
         # If all rows are bad, any format will do: the first bad row becomes the error.
-        return detect_format(head, self.name) if head else FORMATS["text"]
+        return self._of_all_files(given or (detect_format(head, self.name) if head else FORMATS["text"]))
+
+    def _of_all_files(self, form: RowFormat) -> RowFormat:
+        """`form`. Raises DataError if `form` reads rows of a file, and none of the first rows of another file."""
+        first = dict[str, str]()  # format: its first file; empty: no format
+        for file in self.files if self.kind not in ("hub", "text") and len(self.files) > 1 else ():
+            found = None
+            for value in (row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None):
+                with suppress(RowError):  # some formats read rows of others, too
+                    form.read(value, LearnConfig(), self.config.unused)
+                    found = form
+                    break
+                found = found or row_format(value)
+            first.setdefault(found.name if found else "", file.name)
+        if form.name in first and len(first.keys() - {""}) > 1:
+            shown = " and ".join(f"{file} has the columns of {name}" for name, file in first.items() if name)
+            raise DataError(f"{self.name}: {shown}. Make each file a source: 'data.sources=[{{path: FILE}}, ...]'.")
+        return form
 
     def content_key(self) -> str:
         """A hash of the bytes that are read. The names of files do not change it."""
@@ -268,6 +286,25 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
         packed = [name for name in names if name.lower().endswith(files.PACKED) and name not in data]
         source.remark = folders.describe(subset, asked, chosen, data, packed)
     return source
+
+
+def require_usable(data: DataConfig) -> None:
+    """Raise DataError with the key of a source on this disk that cannot be opened, or whose rows have no format."""
+    lists = {"sources": data.sources, "eval_sources": data.eval_sources}
+    keys = {f"data.{name}.{at}": source for name, found in lists.items() for at, source in enumerate(found)}
+    if path := data.applicable_questions().path:
+        keys["data.questions"] = SourceConfig(path=path, limit=data.questions.limit)
+    for key, config in keys.items():
+        part = "path"
+        try:
+            found = files.find_files(config.path) or []
+            # `datasets`, which reads .arrow, takes seconds to import. A slice of a split would count all rows.
+            if found and splits.is_plain_split(config.split) and not any(path.suffix == ".arrow" for path in found):
+                source = _open_files(config, files.expand_path(config.path), found)
+                part, source.keeps_images = ("columns" if config.columns else "path"), True
+                source.format()
+        except DataError as error:
+            raise DataError(f"{key}.{part}: {error}") from error
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fxtune.data.formats.values import unicode_fault
 from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, reading, too_long
 
 
@@ -34,10 +35,9 @@ def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
 
 
 def _text_row(where: str, text: str) -> Row:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as problem:
-        return bad_row(where, f"not UTF-8 (character {problem.start + 1})", text)
+    if reason := unicode_fault(text):
+        return bad_row(where, reason, text)
+    size = len(text.encode())
     return _too_long(where, size, text) if size > MAX_ROW_BYTES else Row(where, {"text": text}, size=size)
 
 

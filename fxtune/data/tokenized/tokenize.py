@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +40,7 @@ from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import counted
 from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 12
@@ -198,7 +200,8 @@ def _hash(settings: list[Any]) -> str:
 
 def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
     """Build the table in `folder`. The caller holds the table's lock."""
-    reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
+    verb = "Tokenizing" if encoder.longest is None and not encoder.by_question else "Dividing"  # a second table
+    reading = phase(f"{verb} {source.describe()}", round(source.size / 1e6, 1), "MB")
     # closing() ends the worker processes, which an error's traceback would keep alive.
     shards = closing(_encoded_shards(source, encoder, data))
     with (
@@ -209,7 +212,7 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
     ):
         for part, size in encoded:
             if part.bad and data.on_bad_row is OnBadRow.error:
-                raise _bad_row_error(part.bad[0].where, part.bad[0].error)
+                raise bad_row_error(part.bad[0].where, part.bad[0].error, source.config.columns)
             writer.append(part)
             work.advance(size / 1e6)
         for file in source.files:
@@ -356,7 +359,7 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
     entries = table.read_bad_rows(source.file_names)
     if data.on_bad_row is OnBadRow.error:
         first = next(entries)
-        raise _bad_row_error(first["where"], first["error"])
+        raise bad_row_error(first["where"], first["error"], source.config.columns)
     if quarantine is None:
         return
     with writing(f"Bad rows cannot be written to {quarantine}", "or set run.dir to another disk"):
@@ -374,10 +377,13 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
                     file.write(line + "\n")
 
 
-def _bad_row_error(where: str, reason: str | None) -> DataError:
+def bad_row_error(where: str, reason: str | None, columns: Mapping[str, str]) -> DataError:
+    """The error about a bad row. `columns`: the source's `columns`, by which the message names the file's columns."""
+    renamed = [pair for pair in columns.items() if re.search(rf"\b{re.escape(pair[1])}\b", reason or "")]
+    names = "".join(f"; `{new}` is the file's column `{old}`" for old, new in renamed)
     return DataError(
-        f"{where}: {reason}. Correct or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
-        "quarantine.jsonl in the run folder and goes on."
+        f"{where}: {reason}{names}. Correct or remove this row; or set data.on_bad_row=quarantine, which writes such "
+        "rows to quarantine.jsonl in the run folder and goes on."
     )
 
 
@@ -385,9 +391,9 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     tokens = len(table.ids)
     rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
-    groups = f" in {len(table.by_group):,} {table.format.noun}" if len(table.by_group) < len(table) else ""
+    groups = f" in {counted(len(table.by_group), table.format.noun)}" if len(table.by_group) < len(table) else ""
     lines = [
-        f"{table.format.name}, {len(table):,} documents{groups}, {tokens:,} tokens, "
+        f"{table.format.name}, {counted(len(table), 'documents')}{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"
     ]
     if table.escaped:

@@ -1,4 +1,6 @@
-"""Bytes and seconds as text with a unit."""
+"""Bytes, seconds and counts as text with a unit."""
+
+import re
 
 MIB = 2**20
 GIB = 2**30
@@ -19,3 +21,11 @@ def format_seconds(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:,.0f} min"
     return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
+
+
+def counted(count: int, text: str) -> str:
+    """3 documents were cut; 1 document was cut. `text` begins with a plural noun and may have a verb."""
+    if count == 1:
+        text = re.sub(r"^(\w+)s\b( or piece)?(?(2)s)", r"\1\2", text)
+        text = re.sub(r"\b(were|are)\b", lambda verb: {"were": "was", "are": "is"}[verb[0]], text, count=1)
+    return f"{count:,} {text}"

@@ -23,6 +23,7 @@ from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.files.hub import locate_adapter
+from fxtune.system.terminal.units import counted
 from fxtune.techniques.lora.technique import Lora
 
 LOOKS = 8
@@ -93,7 +94,8 @@ def held_out_note(evaluation: Plan) -> str:
     used, dropped = summary["documents"] - summary["dropped"], summary["dropped"]
     too_long = f"; {dropped:,} longer than {evaluation.stream.settings.sequence_length:,} tokens are left out"
     supervised = f"{summary['supervised_tokens']:,} supervised tokens"
-    return f"held out for evaluation: {used:,} documents, {supervised}{too_long * bool(dropped)}"
+    held_out = counted(used, evaluation.tables[0].format.noun)
+    return f"held out for evaluation: {held_out}, {supervised}{too_long * bool(dropped)}"
 
 
 def data_notes(config: Config, data: PreparedData) -> Iterator[str]:

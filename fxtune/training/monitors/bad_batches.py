@@ -3,8 +3,8 @@
     RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and the samples of each row
                               batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch
 
-A step's batch depends only on the data plan and the step, so it is built again when the figures are read. Steps count
-from 0 in the data plan, and from 1 in folder names and log lines.
+A step's batch depends only on the data plan and the step, so it is built again when the figures are read. Steps and
+documents count from 0 in the data plan, and from 1 in folder names, samples.json and log lines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BadBatches:
         pairs = [pair for micro_batch in range(plan.micro_batches(step)) for pair in plan.documents(step, micro_batch)]
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
-            by_source.setdefault(source, []).append(str(document))
+            by_source.setdefault(source, []).append(str(document + 1))
         named = [f"{plan.tables[source].name} documents {', '.join(names)}" for source, names in by_source.items()]
         return "; ".join(named) + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
@@ -116,5 +116,5 @@ class BadBatches:
         table = plan.tables[piece.source]
         start = int(table.offsets[piece.document]) + piece.first
         text = self.decode(table.ids[start : start + piece.length].tolist())
-        place = {"source": table.name, "document": piece.document, "first_token": piece.first, "tokens": piece.length}
+        place = dict(source=table.name, document=piece.document + 1, first_token=piece.first, tokens=piece.length)
         return {**place, "text": text[:MAX_TEXT]}

@@ -15,7 +15,7 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest
 from fxtune.checkpoint.train_state import TrainState
-from fxtune.config.root import StopMetric
+from fxtune.config.root import Config, StopMetric
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import divided_like, is_divided, local
 from fxtune.distributed.heartbeat import SAVING
@@ -306,13 +306,15 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
         local(weight).copy_(saved[name])
 
 
-def weights_note(step: int, state: TrainState, metric: StopMetric) -> str:
-    """A phrase about the exported weights, which are those of `step`. `state`: the state at the end of the run.
-    `metric`: the run's train.stop.metric. Empty if no evaluation has found best weights."""
+def weights_note(step: int, state: TrainState, config: Config) -> str:
+    """A phrase about the exported weights, which are those of `step`. `state`: the state at the end of the run of
+    `config`. Empty if no evaluation has found best weights."""
     if state.best_step is None:
         return ""
     if state.best_match is not None:
-        best, which = f"{state.best_match:.1%}", f"highest {metric.words}"
+        best, which = f"{state.best_match:.1%}", f"highest {config.train.stop.metric.words}"
+    elif config.objective.needs.rollouts:  # the loss of rollouts is their negated reward
+        best, which = f"{0.0 - (state.best_loss or 0.0):.4f}", "highest held-out reward"
     else:
         best, which = f"{state.best_loss or 0.0:.4f}", f"lowest {StopMetric.loss.words}"
     if step == state.best_step:

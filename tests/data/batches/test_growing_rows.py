@@ -137,7 +137,7 @@ def test_only_so_much_text_is_cut_as_fills_the_steps():
 def test_documents_that_are_not_cut_need_longer_rows_in_time(change):
     tables = [dataclasses.replace(table([([1] * 16, [True] * 16)] * 100 + [([2] * 64, [True] * 64)] * 75), **change)]
     options = {} if change else dict(on_long=OnLong.drop)
-    with pytest.raises(DataError, match=r"are longer \(the first is document 100 of table, .* at share 0\.24 or ear"):
+    with pytest.raises(DataError, match=r"are longer \(the first is document 101 of table, .* at share 0\.24 or ear"):
         grown(tables, length_schedule=[[0.0, 16], [0.5, 64]], epochs=1.0, **options)
     plan = grown(tables, length_schedule=[[0.0, 16], [0.24, 64]], epochs=1.0, **options)
     assert targets(plan) == targets(grown(tables, epochs=1.0, **options))

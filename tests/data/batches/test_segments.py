@@ -26,9 +26,9 @@ def test_long_documents_are_counted_and_noted():
     assert split.notes()[0] == "chats.jsonl: 3 documents longer than 10 tokens were split into 9 pieces."
     assert "3 documents longer than 10 tokens were truncated, 45 tokens left out" in truncated.notes()[0]
     assert "3 documents longer than 10 tokens were dropped" in dropped.notes()[0]
-    assert "1 documents or pieces had nothing to learn" in dropped.notes()[1]
+    assert "1 document or piece had nothing to learn" in dropped.notes()[1]
     assert training([table([short])], sequence_length=10).notes() == []
     with pytest.raises(
-        DataError, match=r"chats.jsonl: document 1 .* has 25 tokens, data.sequence_length is 10, and 3 of 6"
+        DataError, match=r"chats.jsonl: document 2 has 25 tokens, data.sequence_length is 10, and 3 of 6"
     ):
         training(data, sequence_length=10, on_long=OnLong.error)

@@ -227,6 +227,7 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
         ),
         ("messages", messages(ANSWER, tools=5), "tools is a number, not a list of JSON schemas"),
         ("messages", messages(ANSWER, tools=["f"]), "tools[0] is a string, not a JSON schema"),
+        ("messages", messages(ANSWER, tools=[{"name": ["f"]}]), "tools[0]: the tool's name is a list, not a string"),
         (
             "sharegpt",
             {"conversations": [{"from": "alien", "value": "a"}]},

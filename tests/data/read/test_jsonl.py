@@ -30,7 +30,7 @@ def test_unreadable_row_has_line_and_reason(tmp_path):
     assert found["4"].raw == '{"text": '
     assert "a list, not an object" in found["5"].error
     assert "surrogate" in found["6"].error
-    assert "not UTF-8 (byte 11 of the line)" in found["8"].error
+    assert "byte 11 of the line is not UTF-8" in found["8"].error
     assert "cannot be read as JSON" in found["9"].error
 
 

@@ -54,6 +54,20 @@ def test_columns_are_renamed_before_the_format_is_detected(tmp_path):
         open_source(typo).format()
 
 
+def test_files_of_a_source_may_differ_where_one_format_reads_them(tmp_path):
+    from_value = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    write_jsonl(tmp_path / "a.jsonl", [*CHATS, {"odd": 1}])
+    write_jsonl(tmp_path / "b.jsonl", from_value)
+    write_jsonl(tmp_path / "c.jsonl", [{"odd": 1}, {"text": "a bad row"}, CHATS[0]])
+    write_jsonl(tmp_path / "d.jsonl", [{"odd": 1}])
+    opened = open_source(SourceConfig(path=str(tmp_path)))
+    assert opened.format() is FORMATS["messages"]
+    write_jsonl(tmp_path / "e.jsonl", [{"text": "a"}, {"text": "b"}])
+    for config in (SourceConfig(path=str(tmp_path)), SourceConfig(path=str(tmp_path), format="messages")):
+        with pytest.raises(DataError, match=r"a\.jsonl has the columns of messages and .*e\.jsonl .* text"):
+            open_source(config).format()
+
+
 def test_content_key_depends_only_on_the_used_bytes(tmp_path, monkeypatch):
     path, copy = write_jsonl(tmp_path / "a.jsonl", CHATS), write_jsonl(tmp_path / "other" / "b.jsonl", CHATS)
 

@@ -9,6 +9,7 @@ from support.rows import write_jsonl
 from fxtune.data.batches.build import plan_training
 from fxtune.data.config import DataConfig, OnLong, SourceConfig
 from fxtune.errors import DataError
+from fxtune.system.terminal import progress
 
 
 def long_chat(number: int, exchanges: int) -> dict:
@@ -46,9 +47,23 @@ def test_a_run_says_what_was_split_and_cut_and_its_batches_hold_whole_turns(tabl
     counts = table.split
     assert (counts.chats, counts.truncated) == (4, 1)
     assert f"4 documents longer than 200 tokens were split into {counts.pieces} pieces at their turns" in notes[0]
-    assert "1 of these were cut, because an answer with its question is longer than 200 tokens" in notes[1]
-    assert f"{counts.lost_tokens:,} tokens left out ({counts.lost_supervised:,} supervised)" in notes[1]
+    assert "1 of these was cut, because an answer with its question is longer than 200 tokens" in notes[1]
+    of = table.whole.ids.size  # all four chats are long
+    assert f"{counts.lost_tokens:,} of {of:,} tokens left out ({counts.lost_supervised:,} supervised)" in notes[1]
     assert len(notes) == 2, "pieces of a chat are no copies"
+
+
+def test_a_chat_that_is_only_cut_is_not_said_to_be_split(table_of, tmp_path, capsys):
+    rows = [long_chat(0, 1), long_chat(1, 1)]
+    rows[0]["messages"][2]["content"] = "1, 2, 3, " * 200
+    with progress.shown("plain"):
+        table = table_of(write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=200)
+    assert capsys.readouterr().out.count("Tokenizing") == 1
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
+    (note,) = plan_training([table], data, micro_batch_size=1, global_batch_size=1).notes()
+    whole = int(np.diff(table.whole.offsets)[0])
+    assert "1 document was cut" in note
+    assert f"{whole - 200:,} of {whole:,} tokens" in note
 
 
 def test_chats_whose_answer_does_not_fit_are_said_to_be_unused(table_of, tmp_path):
@@ -57,7 +72,7 @@ def test_chats_whose_answer_does_not_fit_are_said_to_be_unused(table_of, tmp_pat
     table = table_of(write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=200)
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
     (note,) = plan_training([table], data, micro_batch_size=1, global_batch_size=2).notes()
-    assert "1 documents are not used" in note
+    assert "1 document is not used" in note
     assert "data.sequence_length" in note
     assert len(table.by_group) == 3
 

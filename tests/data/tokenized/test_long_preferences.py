@@ -75,9 +75,9 @@ def test_prompts_lose_their_beginning_and_answers_stay_whole(packing, workers, t
 
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], **options)
     notes = " ".join(plan_of(table, data).notes())
-    assert f"1 pairs longer than {length} tokens lost the beginning of their prompts" in notes
+    assert f"1 pair longer than {length} tokens lost the beginning of their prompts" in notes
     assert f"{counts.lost_tokens:,} tokens left out" in notes
-    assert "1 pairs were left out, because their answers alone are too long" in notes
+    assert "1 pair was left out, because the answers alone are too long" in notes
     assert "are copies of others" not in notes
 
 
@@ -108,9 +108,7 @@ def test_other_choices_refuse_a_long_row_and_name_the_way(on_long, table_of, tmp
     options = dict(sequence_length=100, on_long=on_long)
     table = table_of(write_jsonl(tmp_path / "a.jsonl", ROWS), **options)
     assert table.whole is None
-    with pytest.raises(
-        DataError, match=r"pair 1 \(counted from 0\) has .* tokens.*set data.on_long to drop, or to trun"
-    ):
+    with pytest.raises(DataError, match=r"pair 2 has .* tokens.*set data.on_long to drop, or to trun"):
         plan_of(table, DataConfig(sources=[SourceConfig(path="a.jsonl")], **options))
 
 

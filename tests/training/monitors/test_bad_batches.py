@@ -25,10 +25,10 @@ def test_samples_and_batches_of_a_non_finite_step_are_written(narrow, build, mon
         assert all(torch.equal(tensor, getattr(batch, name)) for name, tensor in kept.items())
         assert {"input_ids", "targets", "position_ids"} <= kept.keys()
         rows = samples["micro_batches"][micro]
-        assert [(0, piece["document"]) for row in rows for piece in row] == trainer.plan.documents(2, micro)
+        assert [(0, piece["document"] - 1) for row in rows for piece in row] == trainer.plan.documents(2, micro)
         assert "assistant" in rows[0][0]["text"]
     message = next(note for note in notes if note.startswith("step 3: its loss or gradient was not finite"))
-    assert f"documents {rows_of(trainer, 2)[0]}, " in message
+    assert f"documents {rows_of(trainer, 2)[0] + 1}, " in message
     assert str(folder / "step-00000003") in message
 
 

@@ -14,6 +14,7 @@ from support.endings import timeless
 from support.runs import history, same_export
 
 from fxtune.checkpoint.train_state import TrainState
+from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, StopMetric
 from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.distributed.world import World
@@ -303,8 +304,11 @@ def test_reward_accuracy_says_which_weights_are_best_and_the_loss_breaks_ties(tm
         state.step = step
         end.evaluated({"eval/reward_accuracy": accuracy, "eval/loss": loss}, schedule)
     assert (state.best_step, state.best_match, state.best_loss) == (6, 0.9, 0.5)
-    note = weights_note(6, state, config.train.stop.metric)
+    note = weights_note(6, state, config)
     assert note == "weights of step 6, which have the highest held-out reward_accuracy, 90.0%"
+    of_rewards = load(["+recipe=rl_quickstart"])
+    note = weights_note(6, TrainState(step=6, best_step=6, best_loss=-0.0615), of_rewards)
+    assert "highest held-out reward, 0.0615" in note
     assert end.decide(schedule, evaluated=True, looks=False) is not None
 
 
@@ -398,4 +402,4 @@ def test_bad_step_keeps_its_own_samples_when_the_run_is_then_cut(stopping, scrip
     assert trainer.run()["train/dropped_steps"] == 2
     samples = json.loads((trainer.folder.path / "skipped" / "step-00000008" / "samples.json").read_text())
     for micro, rows in enumerate(samples["micro_batches"]):
-        assert [(0, piece["document"]) for row in rows for piece in row] == plan.documents(7, micro)
+        assert [(0, piece["document"] - 1) for row in rows for piece in row] == plan.documents(7, micro)

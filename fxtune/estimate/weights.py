@@ -49,9 +49,7 @@ def beside_of(facts: Facts) -> Beside:
     if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
         return Beside()
     model = skeleton(facts.model)
-    found = Beside() if model is None else _beside(model)
-    # A vision encoder whose features are stored is in host memory.
-    return replace(found, parameters=found.parameters - found.trainable) if facts.stores_images else found
+    return Beside() if model is None else _beside(model)
 
 
 @functools.lru_cache(maxsize=4)

@@ -25,7 +25,6 @@ from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
-from fxtune.models.structure import device_of
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
@@ -70,7 +69,7 @@ class TrainStep:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.precision, self.loss_scale = precision, loss_scale
         self.max_grad_norm, self.seed = config.max_grad_norm, seed
-        device = device_of(model.model)
+        device = next(model.model.parameters()).device
         self.norms = noise_scale.MicroBatchNorms(optimizer.names) if config.noise_scale else None
         self.spikes = SpikeWindow(device, config.spikes, WINDOW, THRESHOLD)
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None

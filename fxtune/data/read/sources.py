@@ -40,8 +40,8 @@ from fxtune.errors import DataError, nearest
 
 SHARD_BYTES, SHARD_BYTES_WITH_IMAGES = 1 << 20, 16 << 10
 """The bytes of a shard: about a second of work for a worker. With images: about a hundred rows that name an image."""
-HEAD_ROWS, HEAD_BYTES = 100, 64 << 20
-"""At most this many rows and bytes are read to detect the format."""
+HEAD_ROWS, HEAD_BYTES, HEAD_FILES = 100, 64 << 20, 16
+"""At most this many rows and bytes are read to detect the format, and so many files of a source are compared."""
 
 Shard = LineShard | RowShard
 
@@ -155,9 +155,12 @@ class Source:
         return self._of_all_files(given or (detect_format(head, self.name) if head else FORMATS["text"]))
 
     def _of_all_files(self, form: RowFormat) -> RowFormat:
-        """`form`. Raises DataError if `form` reads rows of a file, and none of the first rows of another file."""
+        """`form`. Raises DataError if `form` reads rows of a file, and none of the first rows of another file. Of many
+        files it compares HEAD_FILES. It skips a large array of JSON, which would be read as a whole."""
         first = dict[str, str]()  # format: its first file; empty: no format
-        for file in self.files if self.kind not in ("hub", "text") and len(self.files) > 1 else ():
+        compared = [file for file in self.files if self.kind != "json" or file.size <= HEAD_BYTES]
+        compared = compared[:: -(-len(compared) // HEAD_FILES) or 1]
+        for file in compared if self.kind not in ("hub", "text") and len(compared) > 1 else ():
             found = None
             for value in (row.value for row in islice(self._read([file]), HEAD_ROWS) if row.value is not None):
                 with suppress(RowError):  # some formats read rows of others, too

@@ -136,7 +136,7 @@ def test_preferences_are_refused_under_an_objective_for_text_with_the_way(groups
             "rows.jsonl: its rows have 1 document, and objective=dpo learns from groups",
         ),
         (["objective.beta=0"], "`objective.beta=0.0` must be above 0"),
-        (["optimizer.lr=auto"], "optimizer.lr: auto has a rule for supervised text and none for preferences"),
+        (["optimizer.lr=auto"], "optimizer.lr: auto has a rule for supervised text"),
     ],
 )
 def test_what_dpo_cannot_learn_from_is_refused_before_a_weight_is_read(cwd, capsys, monkeypatch, words, message):

@@ -55,7 +55,7 @@ def test_line_names_the_adapters_and_the_family_that_is_borrowed_from():
         (dict(name=OptimizerName.lion), facts(), "auto has a rule for AdamW and none for lion"),
         (dict(name=OptimizerName.sgd), facts(), "none for sgd"),
         (dict(), facts({"model_type": "odd"}), "its config has no hidden_size"),
-        (dict(), replace(facts(), reads_groups=True), "none for preferences"),
+        (dict(), replace(facts(), reads_groups=True), "this objective compares or scores documents"),
         (dict(), facts(init="pissa"), "techniques.lora.init=pissa starts elsewhere"),
     ],
 )

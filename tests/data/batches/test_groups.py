@@ -209,8 +209,8 @@ def test_a_group_beside_supervised_text():
     ("on_long", "found"),
     [
         (OnLong.drop, None),
-        (OnLong.error, "group 1 .* has 9 tokens.* data.on_long to drop"),
-        (OnLong.split, "group 1 .* has 9 tokens.*now split: a group is not cut"),
+        (OnLong.error, "group 2 has 9 tokens.* data.on_long to drop"),
+        (OnLong.split, "group 2 has 9 tokens.*now split: a group is not cut"),
         (OnLong.truncate, "now truncate: a group is not cut"),
     ],
 )

@@ -60,7 +60,10 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_weights(cwd, capfd, m
         return capfd.readouterr().err
 
     supervised = [word for word in WORDS if not word.startswith(("objective", "sampler"))]
-    assert "distill_on_policy" in refused("objective=distillation", "objective.teacher=http://host", of=supervised)
+    write_jsonl(Path("answers.jsonl"), [{"prompt": "Tell me about lamps.", "completion": "They shine."}])
+    answers = "data.sources=[{path: answers.jsonl}]"
+    asked = "objective=distillation", "objective.teacher=http://host"
+    assert "distill_on_policy" in refused(*asked, answers, of=supervised)
 
     assert "no vLLM server" in refused("objective.teacher=http://127.0.0.1:1")
     with vllm_server(TINY, longest=64) as server:

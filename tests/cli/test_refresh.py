@@ -184,7 +184,7 @@ def test_whole_model_goes_on_from_its_exported_weights(narrow, parent, capsys, m
 
     def command(path: str, words: list[str], seed: int) -> list[str]:
         _, _, *rest = write(path, words, seed)
-        return ["refresh", "runs/whole", *rest, "refresh.bound=2"]
+        return ["refresh", "runs/whole", *rest, "refresh.bound=2", "refresh.forgotten=null"]
 
     assert main(command("same.jsonl", LIKE, 5)) == 10
     assert current.resolve() == whole

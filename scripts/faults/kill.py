@@ -73,6 +73,10 @@ SHARES = {
     "hybrid": 1,
     "mixture": 1,
     "compiled": 1,
+    "rollouts": 2,
+    "distilled": 1,
+    "classifier": 1,
+    "embedding": 1,
 }
 """Relative number of kills per mode. Modes `workers`, `tokenisers` and `compiled` are slow."""
 

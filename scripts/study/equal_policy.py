@@ -22,7 +22,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from fxtune.config.compose import load  # noqa: E402
 from fxtune.training.builder import RunBuilder  # noqa: E402
 from fxtune.training.rollouts.collector import Collector  # noqa: E402
-from fxtune.training.rollouts.folder import Rollouts  # noqa: E402
+from fxtune.training.rollouts.episodes import Episodes, Sampled  # noqa: E402
+from fxtune.training.rollouts.folder import Answer, Rollouts  # noqa: E402
 from fxtune.training.rollouts.plan import RolloutPlan  # noqa: E402
-from fxtune.training.rollouts.sampler import Request, Sampled  # noqa: E402
 
 TINY = ROOT / "fxtune" / "assets" / "tiny"
 PROMPTS = ["Say yes.", "A red lamp for Anna, please.", "Who is it?", "Count to three."]
@@ -128,11 +128,12 @@ class Stored:
     has_equal_group: bool
     name: str = "drawn answers"
     repeats: bool = True
+    sync_seconds: float = 0.0
     given: list[Rollout] = field(default_factory=list)
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
         model, random = tiny_model(), np.random.default_rng(0)
-        for number, request in enumerate(requests):
+        for number, request in enumerate(episodes.begin()):
             group = number // ANSWERS
             is_equal = self.has_equal_group and group == len(PROMPTS) - 1
             length = 5 if is_equal else int(random.integers(2, LONGEST + 1))
@@ -142,7 +143,11 @@ class Stored:
             own = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
             noise = torch.from_numpy(random.normal(0, NOISE, length)).float()
             self.given.append(Rollout(group, request.prompt, ids, (own + noise).clamp(max=0).tolist()))
-        return [Sampled(each.ids, each.log_probs, True) for each in self.given]
+        episodes.go_on([Sampled(each.ids, each.log_probs, True) for each in self.given])
+        return lambda: episodes.answers
+
+    def has(self, weights_version: str) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing is open."""

@@ -130,7 +130,7 @@ CPU_TECHNIQUES = (
     "techniques.liger.kernels=[fused_linear_cross_entropy]",
 )
 """Without compilation, which takes longer on a CPU than everything else."""
-CPU_MOE_TECHNIQUES = "techniques=[lora,selective]"
+CPU_MOE_TECHNIQUES = ("techniques=[lora,selective]",)
 
 
 # --- functions of the fxtune worker

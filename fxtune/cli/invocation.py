@@ -59,7 +59,8 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
-    # Mistakes in the data show before slow libraries are imported. `plan`, `eval` and finished runs need not all data.
+    # Mistakes in the data show before slow libraries are imported. `plan`, `eval` and a finished run do not read all
+    # of the data.
     finished = config.run.dir and os.path.exists(os.path.join(os.path.expanduser(config.run.dir), RESULT))
     if command.reads_data and command.name not in ("plan", "eval") and not finished:
         require_usable(config.objective.data_config(config.data))

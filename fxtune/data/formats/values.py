@@ -28,8 +28,8 @@ class RowError(DataError):
 
 
 def unicode_fault(text: str) -> str:
-    """The reason why a text is not Unicode; empty if it is. Readers decode with surrogateescape: a byte that is not
-    UTF-8 becomes one of U+DC80 to U+DCFF."""
+    """The reason why a text is not Unicode; empty if it is. Readers decode with surrogateescape, which turns a byte
+    that is not UTF-8 into a character from U+DC80 to U+DCFF."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:

@@ -307,8 +307,8 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 
 def weights_note(step: int, state: TrainState, config: Config) -> str:
-    """A phrase about the exported weights, which are those of `step`. `state`: the state at the end of the run of
-    `config`. Empty if no evaluation has found best weights."""
+    """A phrase that says why the weights of `step` are exported. Empty if no evaluation has found best weights.
+    `state`: the state at the end of the run of `config`."""
     if state.best_step is None:
         return ""
     if state.best_match is not None:

@@ -233,16 +233,6 @@ def _outer_flops(x: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> i
     return int(2 * x[0] * x[1] * y[1])
 
 
-def sort_by_group(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by `group` [rows], numbers from 0 to `groups`. Returns the sorted numbers, the index of each sorted
-    row before sorting, and int32 [groups]: where each group ends. Rows of number `groups` come last."""
-    # A GPU sorts 8 bits in a pass.
-    narrow = torch.uint8 if groups < 256 else torch.int16 if groups < 2**15 else torch.int64
-    number, order = group.to(narrow).sort(stable=True)
-    number, indices = number.long(), torch.arange(groups, device=group.device)
-    return number, order, torch.searchsorted(number, indices, right=True, out_int32=True)
-
-
 class Routing:
     """Sorts the rows of tokens by expert, and brings them back to their tokens.
 
@@ -255,8 +245,10 @@ class Routing:
 
     def __init__(self, expert: Tensor, experts: int) -> None:
         self.tokens, self.k = expert.shape
-        self.expert, self.order, self.ends = sort_by_group(expert.flatten(), experts)
+        self.expert, self.order = expert.flatten().sort(stable=True)
         """[tokens k]: the expert of each sorted row, and the row's index before sorting."""
+        indices = torch.arange(experts, device=expert.device)
+        self.ends = torch.searchsorted(self.expert, indices, right=True, out_int32=True)
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(len(self.order), device=expert.device)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxtune.kernels.all_to_all import exchange
-from fxtune.kernels.grouped_matmul import OwnRouting, sort_by_group
+from fxtune.kernels.grouped_matmul import OwnRouting
 from fxtune.upstream import torch as upstream
 
 _TOKENS: dict[str, list[int]] = {}
@@ -77,11 +77,11 @@ def sorted_rows(index: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor
     """own_rows() for the experts `index` [tokens, k] of all ranks' tokens, without an exchange."""
     local = index.flatten() - first
     # Sorting puts the rows of other ranks' experts at the end, where they are cut off.
-    is_own = (local >= 0) & (local < experts)
-    _, order, ends = sort_by_group(torch.where(is_own, local, experts), experts)
+    key, order = torch.where((local >= 0) & (local < experts), local, experts).sort(stable=True)
+    ends = torch.searchsorted(key, torch.arange(experts, device=key.device), right=True, out_int32=True)
     order = order[: int(ends[-1])].clone()
-    back = torch.full_like(local, -1)
-    back[order] = torch.arange(len(order), device=order.device)
+    back = torch.full_like(key, -1)
+    back[order] = torch.arange(len(order), device=key.device)
     return order, back.view_as(index), ends
 
 

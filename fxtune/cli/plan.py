@@ -106,6 +106,8 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "tokens_per_second": forecast.step_tokens / forecast.step_seconds,
         "reference_seconds": forecast.reference_seconds,
         "reference_gib": forecast.reference_bytes / GIB,
+        "feature_seconds": forecast.feature_seconds,
+        "feature_gib": forecast.feature_bytes / GIB,
         "steps": forecast.steps,
         "tokens": forecast.tokens,
         "seconds": seconds,
@@ -174,6 +176,13 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
             else "",
         ),
         ("images", _images(forecast.lengths)),
+        (
+            "image features",
+            f"{forecast.lengths.distinct[0]:,} images, {format_bytes(forecast.feature_bytes)} beside the cached "
+            f"tokens; {format_seconds(forecast.feature_seconds)} before the first step"
+            if forecast.lengths and forecast.feature_bytes
+            else "",
+        ),
         ("reference", _reference(forecast)),
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (

@@ -54,6 +54,11 @@ class Dedup(str, Enum):
     near = "near"
 
 
+class ImageFeatures(str, Enum):
+    computed = "computed"
+    stored = "stored"
+
+
 class OnBadRow(str, Enum):
     error = "error"
     quarantine = "quarantine"
@@ -197,6 +202,10 @@ class DataConfig:
     with the system prompt in each piece. In a row of preferences `truncate` cuts the beginning of the prompt, never an
     answer. Such a row cannot be divided: with `split` a long row is an error."""
     image_tokens: ImageTokensConfig = field(default_factory=ImageTokensConfig)
+    image_features: ImageFeatures = ImageFeatures.computed
+    """Where the decoder's features of images come from. `computed`: the vision encoder runs in each step. `stored`: a
+    frozen vision encoder runs once for each image, before the first step, and later runs with the same encoder and
+    tokens read the features beside the tokens. 1,024 features of width 3,584 take 7.3 MB in bfloat16."""
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error

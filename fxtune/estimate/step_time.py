@@ -202,7 +202,7 @@ def attention_backward_share(facts: Facts) -> float:
 def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -> float:
     """Seconds of the parts for images, at the decoder's rates; 0 without images. Counts the forward pass, and with
     `trains` also the backward pass of parts that have one."""
-    if images is None or (work := beside_of(facts).work(facts, images, trains)) is None:
+    if images is None or facts.stores_images or (work := beside_of(facts).work(facts, images, trains)) is None:
         return 0.0
     card, backward = rates(facts), work.backward
     activations = (FORWARD_MOVED + backward * (1 - FORWARD_MOVED)) * GATED_PASSES * work.inner

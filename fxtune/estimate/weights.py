@@ -49,7 +49,9 @@ def beside_of(facts: Facts) -> Beside:
     if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
         return Beside()
     model = skeleton(facts.model)
-    return Beside() if model is None else _beside(model)
+    found = Beside() if model is None else _beside(model)
+    # A vision encoder whose features are stored is in host memory.
+    return replace(found, parameters=found.parameters - found.trainable) if facts.stores_images else found
 
 
 @functools.lru_cache(maxsize=4)

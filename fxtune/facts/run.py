@@ -42,6 +42,8 @@ class Facts(MachineFacts):
     """Whether each token of an image sees all tokens of this image in this model."""
     reads_images: bool = False
     """Whether the model reads images beside tokens."""
+    stores_images: bool = False
+    """Whether steps read stored features of images and run no vision encoder (data.image_features)."""
     trains_images: bool = False
     """Whether full fine-tuning trains the parts for images, too."""
     optimizer: OptimizerState = field(default_factory=OptimizerState)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fxtune.distributed.sharding import Sharding
+from fxtune.models.kinds.image_decoder.stored_features import StoredFeatures
 from fxtune.models.probe import Answer
 from fxtune.models.routers import Routers
 
@@ -154,11 +156,17 @@ class PreparedModel:
     """The object that sends layers' tensors to host memory and fetches them."""
     reads_sizes_on_host: bool = False
     """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
+    stored_features: StoredFeatures | None = None
+    """What gives the model stored features of images; None: the vision encoder runs in each step."""
     first_pass: FirstPass | None = None
     """The pass with which proofs try compiled code, so that the first step need not compile it. None: they try it with
     a small row, because no step follows, or the pass does not fit in memory."""
     sharding: Sharding | None = None
     """The object that controls weights divided over ranks; None: each rank holds whole weights."""
+
+    def encoder_on_device(self) -> AbstractContextManager[None]:
+        """A context with the vision encoder on the device of the decoder, also if its features are stored."""
+        return self.stored_features.encoder_on_device() if self.stored_features else nullcontext()
 
     def with_head(self, work: Callable[[], Result]) -> Result:
         """The result of work(), which calls the decoder or the head directly instead of the module; see

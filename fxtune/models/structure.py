@@ -125,6 +125,11 @@ def is_adapter(parameter: str) -> bool:
     return any(part in parameter for part in ("lora_", "modules_to_save", "trainable_tokens"))
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the decoder. A vision encoder whose features are stored may be on another."""
+    return next(backbone(model).parameters()).device
+
+
 def base_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the model's weights. Packed weights and adapters may have others."""
     parameters = model.named_parameters()
@@ -184,7 +189,7 @@ def without_dropout(model: nn.Module) -> AbstractContextManager[None]:
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Set the training flag, which switches dropout, and restore the flag and the random state afterwards."""
     was_training = model.training
-    device = next(model.parameters()).device
+    device = device_of(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.train(training)
         try:

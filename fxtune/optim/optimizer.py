@@ -100,6 +100,8 @@ class Optimizer:
             divided = {} if of_images.intersection(group) else rows
             named = {own: self.names[own] for own in group}
             self.parts += _library_optimizers(model, config, named, divided, sharding)
+        if any(isinstance(part, StochasticAdamW) or _is_from(part, TORCHAO) for part in self.parts):
+            use_cache_folder()  # their updates are compiled
         self.rates = dict.fromkeys(self.parts, 1.0)
         """The learning rate of each part, as a multiple of step()'s learning rate."""
         for part in self.parts if of_images else ():
@@ -415,7 +417,6 @@ def _library_optimizers(
 
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.stochastic_rounding:
-            use_cache_folder()  # StochasticAdamW compiles its step
             return StochasticAdamW(groups, names, moments=getattr(torch, config.moments.value), **adam)
         return torch.optim.AdamW(groups, fused=True, **adam)
 
@@ -470,7 +471,6 @@ def _torchao_adamw(
 ) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
-    use_cache_folder()
     part = AdamW8bit(groups, bf16_stochastic_round=stochastic_rounding, **options)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         # torchao keeps a small tensor's moments in its weight's dtype. A second moment in bfloat16 would never change.

@@ -36,10 +36,29 @@ def image_processor(
     return made
 
 
+def stored_refusals(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield each reason why features of images cannot be stored (data.image_features=stored), with what to change."""
+    lora, objective, vision = config.techniques.lora, config.objective, facts.model.get("vision_config") or {}
+    dropped = [name for name, rate in vision.items() if "drop" in name and isinstance(rate, float) and rate > 0]
+    reasons = {
+        "the model reads no images": not facts.reads_images,
+        "techniques.lora.vision trains the vision encoder": lora.enabled and lora.vision,
+        "techniques.lora.projector trains the projector": lora.enabled and lora.projector,
+        "optimizer.lr_vision trains the vision encoder": config.optimizer.lr_vision is not None,
+        f"the vision encoder has dropout ({', '.join(dropped)} of its config)": bool(dropped),
+        f"objective={objective.name} makes its rows in each step": objective.needs.rollouts,
+        "the teacher reads the images of each step": facts.frozen is not None,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds and facts.stores_images):
+        yield f"data.image_features: stored, but {reason}. Set it to computed."
+
+
 def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:
     """Yield each reason why a run cannot train on its rows: the key, and what to change. `facts` must include what the
     read data shows. `trains`: whether training rows have images. `has_images`: whether training or evaluation rows
     have images."""
+    if not trains and facts.stores_images:
+        yield "data.image_features: stored, but no row of data.sources has an image. Leave it out."
     if not trains:
         asked = {
             "techniques.lora.vision": techniques.lora.enabled and techniques.lora.vision,

@@ -12,7 +12,7 @@ from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
-from fxtune.settle import freed_gradients, rows
+from fxtune.settle import freed_gradients, images, rows
 from fxtune.system.terminal.units import GIB
 
 SHOWN = 3
@@ -28,6 +28,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
+    yield from images.stored_refusals(config, facts)
 
 
 def _host_moments(facts: Facts) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxtune.config.root import Config
-from fxtune.data.config import AUTO, DataConfig
+from fxtune.data.config import AUTO, DataConfig, ImageFeatures
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import Dynamic, Switch
 from fxtune.facts.run import Facts
@@ -32,6 +32,7 @@ def decide_rows(
         head=config.objective.needs.head,
         reads_groups=config.objective.needs.reads_groups,
         reads_images=images is not None,
+        stores_images=data.image_features is ImageFeatures.stored,
         adds_tokens=bool(config.model.add_tokens),
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),

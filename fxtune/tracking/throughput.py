@@ -45,6 +45,7 @@ from fxtune.models.dims import Shape
 from fxtune.models.experts import described_per_token, follows_interface
 from fxtune.models.flops import ATTENTION_PASSES, matmul_sizes, weight_flops
 from fxtune.models.kinds.image_decoder.cost import ImageCost, ImageParts
+from fxtune.models.kinds.image_decoder.stored_features import StoredFeatures
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import decoder_layers
 from fxtune.system.terminal.units import GIB
@@ -99,6 +100,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     if used is None:
         return None
     images, base = kind_of(config).images, getattr(model, "get_base_model", lambda: model)()
+    is_stored = images is not None and isinstance(getattr(base.model, "get_image_features", None), StoredFeatures)
     image_parts = ImageParts.of(images, base) if images else None
     of_images = {id(module) for module in image_parts or ()}
     modules: list[Any] = list(model.modules())
@@ -130,7 +132,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
         if id(module) in of_experts:  # an adapter of all experts in one matrix
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
-    image_cost = image_parts.training_cost(forward_passes) if image_parts else None
+    image_cost = image_parts.training_cost(forward_passes) if image_parts and not is_stored else None
     attention = _attention(shape, ATTENTION_PASSES + forward_passes)
     return TrainingCost(where["body"], where["head"], attention, image_cost)
 

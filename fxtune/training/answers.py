@@ -32,6 +32,7 @@ from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, writing
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import device_of
 from fxtune.plugins import METRICS
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION
 from fxtune.system.files.atomic_files import replacing
@@ -119,7 +120,7 @@ def answer(
 
     Raises DataError if an image file has changed since load_questions().
     """
-    device = next(model.module.parameters()).device
+    device = device_of(model.module)
     world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}

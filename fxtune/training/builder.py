@@ -69,6 +69,7 @@ from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import in_backward, kept_proofs
+from fxtune.training.data.image_features import store_features, use_stored_features
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
@@ -102,7 +103,7 @@ class RunBuilder:
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self._tables: list[TokenTable] = []
-        """The tables of the training data, once they are read."""
+        """The tables with images."""
         self.keeps_decisions = False
         """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []
@@ -188,9 +189,10 @@ class RunBuilder:
         if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
         self.stage = self.stage.decided(notes)
-        self._tables = list(data.training.tables)
-        self.inform(self._tables)
-        self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
+        self.inform(data.training.tables)
+        plans = [plan for plan in (data.training, data.evaluation) if plan]
+        self.compare_on(plans)
+        self._tables = [table for plan in plans for table in plan.tables if table.images is not None]
         return tokenizer, data
 
     def inform(self, tables: Sequence[TokenTable]) -> None:
@@ -279,7 +281,11 @@ class RunBuilder:
     def proven_model(self, plan: Plan | None = None) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
         model, evidence = self.observed_model(plan)
-        return model, require_acted(evidence)
+        require_acted(evidence)
+        if self._tables and self.facts.stores_images:
+            with self.oom_context("Computing features of images"):
+                store_features(model, self._tables, self.techniques, self.config.loader, self.world)
+        return model, evidence
 
     def observed_model(self, plan: Plan | None = None, anew: bool = False) -> tuple[LanguageModel, list[Evidence]]:
         """Build the model with its loss head, and collect evidence of every technique and of the loss. `plan`: the
@@ -313,6 +319,9 @@ class RunBuilder:
                 if self._compared and isinstance(self.config.objective, WithReference):
                     options = self.techniques.options()
                     self.store(language_model, ReferenceNumbers(), options, self._compared, self._compared_documents)
+                if self._tables and self.facts.stores_images:
+                    with self.oom_context("Trying stored features"):
+                        seen.append(use_stored_features(language_model, self._tables[0], self.techniques, self.world))
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
                 self.use_fastest_kernels(found.why)

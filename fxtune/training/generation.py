@@ -19,7 +19,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import DataError
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
+from fxtune.models.structure import cache_keyword, device_of, image_arguments, without_dropout
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import Phase
 from fxtune.training.agreement import together
@@ -121,7 +121,7 @@ def _write(
     choose: Choose,
     images: ImageProcessor | None,
 ) -> torch.Tensor:
-    device, config = next(model.parameters()).device, model.config
+    device, config = device_of(model), model.config
     known = kind_of(config).images
     prompts = [list(each.prompt) for each in asked]
     width = max(map(len, prompts))

@@ -25,6 +25,7 @@ from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
+from fxtune.models.structure import device_of
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
@@ -69,7 +70,7 @@ class TrainStep:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.precision, self.loss_scale = precision, loss_scale
         self.max_grad_norm, self.seed = config.max_grad_norm, seed
-        device = next(model.model.parameters()).device
+        device = device_of(model.model)
         self.norms = noise_scale.MicroBatchNorms(optimizer.names) if config.noise_scale else None
         self.spikes = SpikeWindow(device, config.spikes, WINDOW, THRESHOLD)
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None

@@ -516,8 +516,9 @@ class Trainer:
 
     def _score(self, benchmarks: Benchmarks, side: str) -> dict[str, float]:
         self.world.heartbeat.doing("measuring benchmarks")
-        module, rows = self.language_model.prepared.module, self.config.train.micro_batch_size
-        return benchmarks.measure(module, self.tokenizer, side, rows, self.world)
+        prepared, rows = self.language_model.prepared, self.config.train.micro_batch_size
+        with prepared.encoder_on_device():
+            return benchmarks.measure(prepared.module, self.tokenizer, side, rows, self.world)
 
     def _finish(self) -> dict[str, Any]:
         """Ask the questions again, export the best or the last weights, and tell the user where everything is."""
@@ -549,7 +550,8 @@ class Trainer:
             card = {"weights": note, "figures": figures, "config": self.recipe}
             prepared, output = self.language_model.prepared, self.folder.path / kind
             self.objective.conclude(prepared.module.config, measured)
-            proof = export(self.builder, prepared, self.tokenizer, self.data, self.ends, output, card)
+            with prepared.encoder_on_device():
+                proof = export(self.builder, prepared, self.tokenizer, self.data, self.ends, output, card)
         figures |= proof.figures()
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
         with phase("Writing the last checkpoint", announce=False):

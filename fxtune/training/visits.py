@@ -28,8 +28,9 @@ def visit(
     read: Read,
     shown: bool = False,
     first: int = 0,
+    eval_mode: bool = True,
 ) -> None:
-    """Call `read` with each batch of this rank's loader. `model` applies no dropout meanwhile.
+    """Call `read` with each batch of this rank's loader. `eval_mode`: whether `model` applies no dropout meanwhile.
 
     The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the visit of all ranks. `title`: the
     name of the work. `shown`: whether a line announces it. `first`: the first step of the plan.
@@ -44,7 +45,7 @@ def visit(
         return True
 
     try:
-        model.model.eval()
+        model.model.train(not eval_mode)
         with phase(title, loader.plan.steps, "batches", announce=shown) as work:
             batches = (
                 (batch, step.index, position, step.counted is None or position < step.counted)

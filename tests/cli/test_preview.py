@@ -20,6 +20,7 @@ from fxtune.data.config import MixConfig, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.diagnostics.preview import TokenTexts
 from fxtune.errors import StorageError
+from fxtune.models.kinds.image_decoder.families import concatenated
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -317,7 +318,7 @@ def test_images_are_a_line_each_and_pictures_in_the_page(small, tmp_path):
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "internvl", "idefics3"])
 def test_a_picture_is_shown_as_the_model_sees_it(tmp_path, family):
-    seen = ImageProcessor(processor(family, tmp_path)).seen(Image.new("RGB", (40, 30), (250, 10, 10)))
+    seen = ImageProcessor(processor(family, tmp_path), concatenated).seen(Image.new("RGB", (40, 30), (250, 10, 10)))
     red, green, blue = seen.getpixel((seen.width // 2, seen.height // 2))
     assert red > 240
     assert max(green, blue) < 20

@@ -58,6 +58,7 @@ def assert_alike(one: Path, other: Path, tolerance: float) -> None:
     [
         ("qwen2_5_vl", TOWER),
         ("qwen3_5", TOWER),
+        ("qwen3_vl", ("data.image_features=stored",)),
         ("llava", FULL),
         ("gemma3", (*TOWER, "train.global_batch_size=6")),
         ("idefics3", (*FULL, "train.global_batch_size=6")),
@@ -74,6 +75,7 @@ def test_two_ranks_learn_what_one_process_learns(family, words, ranks, forks, tm
     ("family", "words"),
     [
         ("qwen2_5_vl", ()),
+        ("qwen3_vl", ("data.image_features=stored",)),
         ("llava", TOWER),
         ("gemma3", FULL),
         ("internvl", (*FULL, "optimizer.name=muon", "train.global_batch_size=6")),

@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from support import processors
 from support.architectures import CPU
+from support.processors import image_ids
 from transformers import AutoImageProcessor
 
 from fxtune.data.config import DataConfig, ImageTokensConfig
@@ -37,13 +38,13 @@ def test_a_whole_model_shows_images_as_large_as_in_training(tmp_path, written_as
     tokenizer = load_tokenizer(model)
     bounded = image_processor(model, DataConfig(image_tokens=ImageTokensConfig(max=9)), tokenizer)
     free = image_processor(model, DataConfig(), tokenizer)
-    assert len(free.image_ids(600, 800)) > len(bounded.image_ids(600, 800))
+    assert len(image_ids(free, 600, 800)) > len(image_ids(bounded, 600, 800))
     built = build(model, load_config(model), CPU, seed=0)
     card = {"config": {"data": {"image_tokens": {"min": None, "max": 9}}}}
     whole = save_model(built, tokenizer, tmp_path / "whole", card)
     served = image_processor(ModelConfig(path=str(whole)), DataConfig(), tokenizer)
     for size in ((600, 800), (8, 8)):
-        assert served.image_ids(*size) == bounded.image_ids(*size)
+        assert image_ids(served, *size) == image_ids(bounded, *size)
     written = AutoImageProcessor.from_pretrained(whole, backend="pil").size
     assert dict(written) == dict(bounded.processor.image_processor.size)
     assert "data.image_tokens" not in (whole / "README.md").read_text()

@@ -111,12 +111,12 @@ def test_bounds_of_images_are_in_the_code(tmp_path):
     code = _codes((save_model(prepared, tokenizer, tmp_path / "adapter", card) / "README.md").read_text())[1]
     made = image_processor(model, DataConfig(), tokenizer)
     bounded = image_processor(model, DataConfig(image_tokens=ImageTokensConfig(max=9)), tokenizer)
-    assert len(made.image_ids(600, 800)) > 9
+    assert len(processors.image_ids(made, 600, 800)) > 9
     lines = code.splitlines()
     begin = next(index for index, line in enumerate(lines) if line.startswith("side = "))
     exec("\n".join(lines[begin : begin + 3]), {"processor": made.processor})
-    made = ImageProcessor(made.processor)
-    assert made.image_ids(600, 800) == bounded.image_ids(600, 800)
+    made = ImageProcessor(made.processor, made.merge)
+    assert processors.image_ids(made, 600, 800) == processors.image_ids(bounded, 600, 800)
 
 
 @pytest.mark.parametrize("vision", [False, True])

@@ -308,7 +308,7 @@ def test_the_question_whose_answer_should_end_comes_with_its_images(family, tmp_
     source = ModelConfig(path=str(processors.write_model(family, tmp_path / "model")))
     tokenizer = load_tokenizer(source)
     images = image_processor(source, DataConfig(), tokenizer)
-    prompt = [40, *images.image_ids(30, 30), 41]
+    prompt = [40, *processors.image_ids(images, 30, 30), 41]
     shown = images.tensors([Image.new("RGB", (30, 30))])
     proofs = []
     for tensors in (shown, images.merge([shown, shown])):

@@ -183,6 +183,7 @@ CASES: dict[str, Case] = {
     "data.on_long": Case(batches, "drop", f"{TEXTS} data.sequence_length=16"),
     "data.image_tokens.min": Case(batches, "8", f"{PICTURES} data.image_tokens.max=16"),
     "data.image_tokens.max": Case(batches, "5", PICTURES),
+    "data.image_features": Case(batches, "stored", refused="the model reads no images"),
     "data.mix.long_share": Case(batches, "0.5", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.2"),
     "data.mix.threshold": Case(batches, "40", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.5"),
     "data.learn.roles": Case(batches, "[user]"),

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from support import image_models
 from support.harness import write_chats
-from support.processors import write_model, write_picture_pairs, write_picture_rows, write_processor
+from support.processors import image_ids, write_model, write_picture_pairs, write_picture_rows, write_processor
 
 from fxtune.config.root import Config
 from fxtune.data.config import DataConfig, ImageTokensConfig, SourceConfig
@@ -39,11 +39,11 @@ def made(folder, **bounds):
 def test_bounds_resize_images(qwen):
     big, small = (800, 600), (16, 16)
     free, bounded = made(qwen), made(qwen, min=6, max=9)
-    assert (len(free.image_ids(*big)), len(free.image_ids(*small))) == (12, 4)
-    assert all(6 <= len(bounded.image_ids(*size)) <= 9 for size in (big, small))
+    assert (len(image_ids(free, *big)), len(image_ids(free, *small))) == (12, 4)
+    assert all(6 <= len(image_ids(bounded, *size)) <= 9 for size in (big, small))
     assert free.identity != bounded.identity
     tensors = bounded.tensors([Image.new("RGB", big[::-1])])
-    assert int(tensors["image_grid_thw"].prod()) // 4 == len(bounded.image_ids(*big))
+    assert int(tensors["image_grid_thw"].prod()) // 4 == len(image_ids(bounded, *big))
     with pytest.raises(ConfigError, match="at least 20"):
         made(qwen, min=20)
 
@@ -51,7 +51,7 @@ def test_bounds_resize_images(qwen):
 def test_positions_and_the_merge_are_those_of_the_family(qwen):
     images = pickle.loads(pickle.dumps(made(qwen)))
     tensors = images.tensors([Image.new("RGB", (16, 16))])
-    ids = torch.tensor([7, 8, *images.image_ids(16, 16), 9])
+    ids = torch.tensor([7, 8, *image_ids(images, 16, 16), 9])
     assert images.rope_positions(ids, tensors).tolist() == [
         [0, 1, 2, 2, 2, 2, 4],
         [0, 1, 2, 2, 3, 3, 4],
@@ -61,7 +61,7 @@ def test_positions_and_the_merge_are_those_of_the_family(qwen):
 
 def test_a_family_without_bounds_refuses_them(tmp_path):
     folder = write_model("llava", tmp_path)
-    assert made(folder).image_ids(30, 30)
+    assert image_ids(made(folder), 30, 30)
     with pytest.raises(ConfigError, match="image_tokens"):
         made(folder, max=100)
 

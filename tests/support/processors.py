@@ -220,3 +220,8 @@ def processor(family: str, folder: Path) -> Any:
     """transformers' processor of the family, read from files in `folder`."""
     write_processor(family, folder)
     return read_processor(folder, tokenizer(family), AutoConfig.for_model(family))
+
+
+def image_ids(images: Any, height: int, width: int) -> list[int]:
+    """The token ids that an ImageProcessor writes for an image of this size, without text around them."""
+    return images.text(height, width, next(iter(images.placeholders))).ids

@@ -1,7 +1,8 @@
 """The images of documents: their sizes, from the token tables, and their tensors for a micro-batch.
 
 The loader's workers decode and resize images when they build a batch. The tensors are not kept, because they are many
-times larger than the file. Each use reads the file again.
+times larger than the file. Each use reads the file again. With stored features (data.image_features) the workers copy
+features instead, in one dimension and under the name `pixel_values`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
     indices = list(chain.from_iterable([(table, index) for index in found] for table, found in of_table))
     if processor is None or not indices:
         return 0
+    if (features := indices[0][0].features) is not None:  # then all tables with images have some
+        return features.itemsize * sum(int(table.image_sizes(np.array([index]))[0][0]) for table, index in indices)
     probed = indices[:: -(-len(indices) // PROBED)]
     try:
         tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])
@@ -75,9 +78,12 @@ class BatchImages:
         `shared`: as in BatchSpec."""
         if self.processor is None or self.processor.rope_positions is None:
             return None
-        images = self._last
-        if shared:
-            images = self._read(table, table.images_in(start - shared, length + shared))
+        images, indices = self._last, table.images_in(start - shared, length + shared)
+        if table.features is not None and indices:
+            sizes = [table.image(index).size for index in indices]
+            images = self.processor.merge([self.processor.without_pixels(*size) for size in sizes])
+        elif shared:
+            images = self._read(table, indices)
         if images is None:
             return None
         ids = torch.from_numpy(np.asarray(table.ids[start - shared : start + length], np.int64))
@@ -87,11 +93,17 @@ class BatchImages:
         """Arguments of the model's forward; None if no document has an image."""
         if self.processor is None or not self._of_documents:
             return None
+        if self._of_documents[0]["pixel_values"].dim() == 1:
+            return {"pixel_values": torch.cat([own["pixel_values"] for own in self._of_documents])}
         return self.processor.merge(self._of_documents)
 
     def _read(self, table: TokenTable, indices: range) -> Tensors | None:
         if not indices:
             return None
+        if table.features is not None:
+            found = table.features_of(indices)
+            (dtype,) = found.dtype.names or ()
+            return {"pixel_values": torch.from_numpy(found[dtype].reshape(-1)).view(getattr(torch, dtype))}
         assert self.processor is not None
         try:
             return self.processor.read([table.image(index) for index in indices])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fxtune.data.formats.values import RowError
@@ -25,7 +26,7 @@ Tensors = dict[str, "torch.Tensor"]
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """Outputs of a processor that belong to the text. The other outputs belong to the images."""
 KNOWN_SIZES = 10_000
-"""The cache of ids is emptied when it has more than this many sizes of images."""
+"""The results for this many sizes of images are kept."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,6 @@ class ImageText:
     merge them with the text around the image."""
     ids: list[int]
     after: str
-
-
-def concatenated(documents: Sequence[Tensors]) -> Tensors:
-    """The tensors of all documents, one after the other along their first dimension."""
-    import torch
-
-    return {name: torch.cat([tensors[name] for tensors in documents]) for name in documents[0]}
 
 
 class ImageProcessor:
@@ -60,7 +54,7 @@ class ImageProcessor:
     def __init__(
         self,
         processor: Any,
-        merge: Callable[[Sequence[Tensors]], Tensors] = concatenated,
+        merge: Callable[[Sequence[Tensors]], Tensors],
         rope_positions: Callable[[torch.Tensor, Tensors], torch.Tensor] | None = None,
         pixels: torch.dtype | None = None,
     ) -> None:
@@ -71,7 +65,6 @@ class ImageProcessor:
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
         """The tokens that chat templates write for an image, and their ids."""
-        self._texts: dict[tuple[str, int, int], ImageText] = {}
 
     def bound(self, least: int | None, most: int | None) -> None:
         """Make the processor resize images to at least `least` and at most `most` tokens. Raises ConfigError if the
@@ -94,7 +87,8 @@ class ImageProcessor:
                 f"{size['longest_edge'] // side**2:,}. Set both bounds, the smaller one as min."
             )
         image_processor.size = size
-        self._texts.clear()
+        type(self).text.cache_clear()
+        type(self).without_pixels.cache_clear()
 
     @property
     def feature_token(self) -> int:
@@ -116,19 +110,20 @@ class ImageProcessor:
         described = json.loads(json.dumps(image_processor.to_dict(), default=str))
         return [type(self.processor).__name__, own, type(image_processor).__name__, described]
 
+    @lru_cache(KNOWN_SIZES)  # noqa: B019  a process has one processor, until it ends
     def text(self, height: int, width: int, placeholder: str) -> ImageText:
         """What the processor writes in place of `placeholder` for an image of this size. Raises RowError if the
         processor refuses the size."""
-        key = placeholder, height, width
-        if key not in self._texts:
-            if len(self._texts) > KNOWN_SIZES:
-                self._texts.clear()
-            self._texts[key] = self._written(height, width, placeholder)
-        return self._texts[key]
-
-    def image_ids(self, height: int, width: int) -> list[int]:
-        """The token ids of an image of this size, without text around them. Raises RowError."""
-        return self.text(height, width, next(iter(self.placeholders))).ids
+        ids = list(self._call([placeholder], [[self._blank(height, width)]])["input_ids"][0])
+        added = [index for index, token in enumerate(ids) if token in self._added]
+        if not added:
+            raise RowError(f"the model's processor makes no token of an image of {width} x {height} pixels")
+        first, end = added[0], added[-1] + 1
+        before, after = (
+            self.processor.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for part in (ids[:first], ids[end:])
+        )
+        return ImageText(before, ids[first:end], after)
 
     def tensors(self, images: Sequence[Image]) -> Tensors:
         """Arguments of the model's forward for the images of one document. Raises RowError."""
@@ -139,6 +134,11 @@ class ImageProcessor:
     def blank_tensors(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
         """tensors() of black images of these (height, width), made much faster. Raises RowError."""
         return self.tensors([self._blank(height, width) for height, width in sizes])
+
+    @lru_cache(KNOWN_SIZES)  # noqa: B019  as above
+    def without_pixels(self, height: int, width: int) -> Tensors:
+        """tensors() of an image of this size, except for `pixel_values`."""
+        return {name: own for name, own in self.blank_tensors([(height, width)]).items() if name != "pixel_values"}
 
     def _blank(self, height: int, width: int) -> Any:
         from fxtune.upstream.image_processing import blank
@@ -175,18 +175,6 @@ class ImageProcessor:
         from PIL import Image
 
         return Image.fromarray(shown.permute(1, 2, 0).numpy())
-
-    def _written(self, height: int, width: int, placeholder: str) -> ImageText:
-        ids = list(self._call([placeholder], [[self._blank(height, width)]])["input_ids"][0])
-        added = [index for index, token in enumerate(ids) if token in self._added]
-        if not added:
-            raise RowError(f"the model's processor makes no token of an image of {width} x {height} pixels")
-        first, end = added[0], added[-1] + 1
-        before, after = (
-            self.processor.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for part in (ids[:first], ids[end:])
-        )
-        return ImageText(before, ids[first:end], after)
 
     def _call(self, text: list[str], images: list[list[Image]], **options: Any) -> Any:
         try:

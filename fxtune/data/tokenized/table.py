@@ -67,6 +67,8 @@ class TokenTable:
         image_processor: makes tensors of the images; None without images.
         stored: [tokens], the numbers of a frozen model for each supervised token, with names of fields of Batch; None
             unless read_stored() was called.
+        features: [features], the features of distinct images, if read_stored() was called for them. The one field of
+            an entry has the name of the numbers' dtype in torch and their bits.
         fingerprint: a hash of `ids`, `supervised`, the ends of documents and groups, labels and images.
         name: the source, as the user wrote it.
         format: the rows' format.
@@ -89,12 +91,17 @@ class TokenTable:
     prompts: np.ndarray | None = None
     images: np.ndarray | None = None
     stored: np.ndarray | None = None
+    features: np.ndarray | None = None
 
     def __init__(
-        self, folder: Path, name: str, stored: str = "", image_processor: ImageProcessor | None = None
+        self,
+        folder: Path,
+        name: str,
+        stored: dict[str, str] | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
-        """`stored`: a file in `folder` for read_stored(); if empty, no file is read."""
-        self.folder, self.name, self.stored_file = folder, name, ""
+        """`stored`: the arguments of each call of read_stored()."""
+        self.folder, self.name, self.stored_files = folder, name, dict[str, str]()
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no complete token table"
@@ -116,21 +123,37 @@ class TokenTable:
         self._features: dict[int, int] = {}
         for key in [*ARRAYS, *["labels"] * self.is_grouped, *extra]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
-        if stored:
-            self.read_stored(stored)
+        for key, file in (stored or {}).items():
+            self.read_stored(key, file)
 
-    def read_stored(self, file: str) -> None:
-        """Set `stored` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
-        stored = np.load(self.folder / file, mmap_mode="r")
-        if stored.shape != self.ids.shape:
-            raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
-        self.stored, self.stored_file = stored, file
+    def read_stored(self, field: str, file: str) -> None:
+        """Set `stored` or `features` from a file in the table's folder. Raises OSError, ValueError, EOFError if the
+        file is damaged."""
+        found = np.load(self.folder / file, mmap_mode="r")
+        if found.shape != (len(self.ids) if field == "stored" else self.distinct_images[2][-1],):
+            raise ValueError(f"{self.folder / file} has {found.dtype} {found.shape}")
+        setattr(self, field, found)
+        self.stored_files = {**self.stored_files, field: file}
+
+    @cached_property
+    def distinct_images(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(the first index in `images` of each distinct image; for each image, the number of its distinct image; where
+        the features of each distinct image begin, and their number), int64."""
+        assert self.images is not None
+        _, first, number = np.unique(self.images["digest"], return_index=True, return_inverse=True)
+        return first, number, np.concatenate([[0], self.image_sizes(first)[0].cumsum()])
+
+    def features_of(self, indices: range) -> np.ndarray:
+        """The `features` of images, copied from the memory map."""
+        assert self.features is not None
+        numbers, starts = self.distinct_images[1][indices.start : indices.stop], self.distinct_images[2]
+        return np.concatenate([self.features[starts[number] : starts[number + 1]] for number in numbers])
 
     def __len__(self) -> int:
         return len(self.digests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, (self.folder, self.name, self.stored_file, self.image_processor)
+        return TokenTable, (self.folder, self.name, self.stored_files, self.image_processor)
 
     def images_in(self, start: int, length: int) -> range:
         """The images whose tokens are among ids[start:start + length], as indices of `images`."""

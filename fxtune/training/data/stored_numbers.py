@@ -18,11 +18,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.console import say
+from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import format_bytes
 from fxtune.techniques.precision import Precision
 from fxtune.training.visits import visit
@@ -47,8 +49,33 @@ COLUMNS = 1024
 """The number of columns in which the checksum of a tensor adds up its 32-bit words."""
 
 
+class StoredFile(Protocol):
+    """A file beside each token table, computed before the first step."""
+
+    field: ClassVar[str] = "stored"
+    """The attribute of TokenTable."""
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    key: ClassVar[str]
+
+    @property
+    def record(self) -> np.dtype:
+        """The dtype of an entry."""
+
+    def entries_in(self, table: TokenTable) -> tuple[int, int]:
+        """(entries of the table's file, entries that are written)"""
+        return len(table.ids), table.supervised_tokens
+
+    def is_read(self, table: TokenTable, name: str) -> bool:
+        """Give the table its file. False if the file is missing or damaged."""
+        with suppress(OSError, ValueError, EOFError):
+            table.read_stored(self.field, name)
+            return True
+        return False
+
+
 @dataclass(frozen=True)
-class ReferenceNumbers:
+class ReferenceNumbers(StoredFile):
     """The log-probability of each supervised token."""
 
     kind: ClassVar[str] = "reference"
@@ -66,7 +93,7 @@ class ReferenceNumbers:
 
 
 @dataclass(frozen=True)
-class TeacherNumbers:
+class TeacherNumbers(StoredFile):
     """The teacher's likeliest tokens in the place of each supervised token."""
 
     kind: ClassVar[str] = "teacher"
@@ -101,6 +128,7 @@ class TeacherNumbers:
 
 
 Numbers = ReferenceNumbers | TeacherNumbers
+Files = dict[Path, Any]
 
 
 def store(
@@ -136,90 +164,87 @@ def store(
     if only is not None:
         parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
         others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
-    key = json.dumps(parts, default=str, sort_keys=True)
-    name = f"{numbers.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
-    if not all(world.gather(all(_is_read(table, name) for table in tables), f"looking for {numbers.title}")):
-        world.main_first(partial(_reserve, tables, name, numbers), f"making room for {numbers.title}")
-        sizes = plans[0].sizes
+
+    def compute(files: Files) -> None:
+        rows, pad = plans[0].sizes.micro_batch_size, plans[0].sizes.pad_id
         # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
-        rows = sizes.micro_batch_size
-        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
+        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=pad, excluded=others)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
+
+        def write(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+            entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
+            spec, done = own.batch_spec(step, position), 0
+            for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
+                at = start + 1 + np.flatnonzero(tables[source].supervised[start + 1 : start + length])
+                if is_counted and (file := files.get(tables[source].folder)) is not None:
+                    file[at] = entries[done : done + len(at)]
+                done += len(at)
+            assert done == len(entries)
+
         with closing(Loader(own, loader, world.device)) as batches:
-            _compute(model, batches, precision, world, name, numbers)
-        world.gather(None, f"storing {numbers.title}")
+            visit(model, batches, precision, world, f"Computing {numbers.title}", write, shown=True)
+
+    keep([table for plan in plans for table in plan.tables], numbers, parts, world, compute)
+
+
+@phase("Looking for stored numbers", announce=False, part="stored numbers")
+def keep(
+    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[Files], None]
+) -> None:
+    """Give each table its file. `parts`: everything that the entries depend on beside the table. `compute`: takes an
+    array for each folder of `tables` without a complete file, and writes this rank's share of the entries. Raises
+    StorageError if the files do not fit on the disk or cannot be written."""
+    key = json.dumps(parts, default=str, sort_keys=True)
+    name = f"{stored.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    absent = {table.folder for table in tables if not stored.is_read(table, name)}
+    absent = absent.union(*world.gather(absent, f"looking for {stored.title}"))  # all ranks compute the same files
+    if missing := [*{table.folder: table for table in tables if table.folder in absent}.values()]:
+        world.main_first(partial(_reserve, missing, name, stored), f"making room for {stored.title}")
+        files = {table.folder: np.lib.format.open_memmap(_staging(table, name), "r+") for table in missing}
+        compute(files)
+        for file in files.values():
+            file.flush()
+        world.gather(None, f"storing {stored.title}")
 
         def finish() -> None:
-            for table in tables:
+            for table in missing:
                 with suppress(FileNotFoundError):
                     os.replace(_staging(table, name), table.folder / name)
 
-        world.main_first(finish, f"waiting for rank 0 to store {numbers.title}")
-    for plan in plans:
-        for table in plan.tables:
-            table.read_stored(name)
-
-
-def _is_read(table: TokenTable, name: str) -> bool:
-    with suppress(OSError, ValueError, EOFError):
-        table.read_stored(name)
-        return True
-    return False
+        world.main_first(finish, f"waiting for rank 0 to store {stored.title}")
+    for table in tables:
+        table.read_stored(stored.field, name)
 
 
 def _staging(table: TokenTable, name: str) -> str:
     return str(table.folder / f"{name}.staging")
 
 
-def _reserve(tables: Sequence[TokenTable], name: str, numbers: Numbers) -> None:
-    """Make the missing files, with entries of zeros, and say their sizes. A file that another rank, or a killed run,
-    has made stays: all its entries are computed."""
+def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> None:
+    """Make the files, with entries of zeros, and say their sizes. A file that another rank, or a killed run, has made
+    stays: all its entries are computed."""
     for table in tables:
-        if _is_read(table, name):
-            continue
-        with suppress(OSError, ValueError):
-            np.load(_staging(table, name), mmap_mode="r")
-            continue
-        size, free = table.supervised_tokens * numbers.record.itemsize, shutil.disk_usage(table.folder).free
-        say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
-        if size > free:
-            raise StorageError(
-                f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
-                f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
-            )
+        file, (entries, written) = Path(_staging(table, name)), numbers.entries_in(table)
+        size, free = written * numbers.record.itemsize, shutil.disk_usage(table.folder).free
         try:
-            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (len(table.ids),)).flush()
+            try:
+                np.load(file, mmap_mode="r")
+            except (FileNotFoundError, ValueError, EOFError):
+                say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}, in {table.folder}")
+                if size > free:
+                    raise StorageError(
+                        f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
+                        f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
+                    ) from None
+                np.lib.format.open_memmap(file, "w+", numbers.record, (entries,)).flush()
+            if written == entries and hasattr(os, "posix_fallocate"):  # a full disk would end the writer with SIGBUS
+                with open(file, "rb+") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
         except OSError as problem:
+            file.unlink(missing_ok=True)
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
             raise not_written(where, problem, "or set data.cache_dir") from problem
-
-
-def _compute(
-    model: LanguageModel, loader: Loader, precision: Precision, world: World, name: str, numbers: Numbers
-) -> None:
-    """Write this rank's share of the entries into the tables' files."""
-    plan = loader.plan
-    files = [
-        None if _is_read(table, name) else np.lib.format.open_memmap(_staging(table, name), "r+")
-        for table in plan.tables
-    ]
-
-    def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
-        entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
-        spec, done = plan.batch_spec(step, position), 0
-        for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
-            at = start + 1 + np.flatnonzero(plan.tables[source].supervised[start + 1 : start + length])
-            file = files[source]
-            if is_counted and file is not None:
-                file[at] = entries[done : done + len(at)]
-            done += len(at)
-        assert done == len(entries)
-
-    visit(model, loader, precision, world, f"Computing {numbers.title}", compute, shown=True)
-    for file in files:
-        if file is not None:
-            file.flush()
 
 
 def weights_checksum(model: nn.Module, trained: bool = False) -> str:

@@ -27,7 +27,7 @@ from fxtune.estimate.cpu_speed import cpu_speed
 from fxtune.estimate.memory import Need
 from fxtune.estimate.step_time import forward_seconds, image_seconds, micro_batch_seconds, update_seconds
 from fxtune.estimate.traffic import step_traffic
-from fxtune.estimate.weights import beside_of, trained_parameters
+from fxtune.estimate.weights import BYTES, beside_of, shape_of, trained_parameters
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageWork
 from fxtune.models.kinds.known import kind_of
@@ -96,6 +96,8 @@ class Lengths:
     """The largest number of image features in a row."""
     image_bytes: int = 0
     """Bytes of images in the rows of files. These images are stored beside the cached tokens."""
+    distinct: tuple[int, int] = (0, 0)
+    """The number of distinct images, and of their features."""
     assumed: str = ""
     """The assumption about images, if the data is not here; empty: no assumption."""
 
@@ -146,6 +148,10 @@ class RunForecast:
     """Seconds before the first step, in which the log-probabilities of a stored reference are computed."""
     reference_bytes: int = 0
     """Bytes of the files of a stored reference beside the cached tokens: a float32 for each token."""
+    feature_seconds: float = 0.0
+    """Seconds before the first step, in which features of images are computed (data.image_features=stored)."""
+    feature_bytes: int = 0
+    """Bytes of their files beside the cached tokens."""
     image_seconds: float = 0.0
     """The part of `step_seconds` that the vision encoder and its projector take."""
     assumed: str = ""
@@ -159,11 +165,11 @@ class RunForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run, including its start, a stored reference and its evaluations."""
+        """Seconds of the whole run, including its start, stored numbers and its evaluations."""
         if self.steps is None:
             return None
         start, evaluations = START_SECONDS[self.facts.device], self.evaluations * self.evaluation_seconds
-        return start + self.reference_seconds + self.steps * self.step_seconds + evaluations
+        return start + self.reference_seconds + self.feature_seconds + self.steps * self.step_seconds + evaluations
 
     @property
     def tokens(self) -> float | None:
@@ -221,6 +227,11 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         if objective.stored_tokens and (frozen := settle_frozen_model(config, facts)):
             stored_bytes = int((6 * objective.stored_tokens + 4) * supervised * (lengths.epoch + lengths.held_out))
             stored = batches * forward_seconds(frozen.facts, supervised, attended)
+    feature_seconds, feature_bytes = 0.0, 0
+    if facts.stores_images and lengths and lengths.images and (shape := beside_of(facts).shape):
+        feature_bytes = lengths.distinct[1] * shape.levels * shape_of(facts).hidden * BYTES.get(facts.dtype, 4)
+        every = lengths.images.scaled(lengths.distinct[1] / lengths.images.features / facts.degrees.ranks)
+        feature_seconds = image_seconds(replace(facts, stores_images=False), every, trains=False)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
@@ -244,6 +255,8 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         trained * size,
         stored,
         stored_bytes,
+        feature_seconds,
+        feature_bytes,
         own * of_images,
         assumed.assumed,
         list(few_steps(train, steps, rows)) if lengths else [],
@@ -340,6 +353,7 @@ def count_tokens(config: Config) -> Lengths | str:
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
     images, fullest = _epoch_images(_encoder_shape(config), plan)
+    distinct = [table.distinct_images for table in prepared.tables if table.images is not None]
     whole = bool(config.data.eval_limit or config.data.eval_sources)
     computed = summary["computed_tokens"]
     padded = computed / (1 - summary["padding_share"])
@@ -357,6 +371,7 @@ def count_tokens(config: Config) -> Lengths | str:
         images and images.scaled(scale),
         fullest,
         int(sum(table.embedded_bytes for table in prepared.tables) * scale),
+        (int(sum(len(first) for first, *_ in distinct) * scale), int(sum(ends[-1] for *_, ends in distinct) * scale)),
     )
 
 

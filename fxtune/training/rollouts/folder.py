@@ -107,7 +107,7 @@ class Rollouts:
         """The answers of `step` to learn from. Raises StorageError if they cannot be read."""
         folder = self.step_folder(step)
         try:
-            return TokenTable(folder, f"the rollouts of step {step + 1}", NUMBERS, self.images)
+            return TokenTable(folder, f"the rollouts of step {step + 1}", {"stored": NUMBERS}, self.images)
         except (OSError, ValueError, KeyError, EOFError, AssertionError) as error:
             raise StorageError(
                 f"{folder} cannot be read ({error}). Remove this folder and the later ones: their answers are "

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support import image_models
-from support.processors import FAMILIES, processor, write_picture_rows
+from support.processors import FAMILIES, image_ids, processor, write_picture_rows
 
 from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.build import plan_training
@@ -28,6 +28,7 @@ from fxtune.data.tokenized import tokenize as tokenizing
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
+from fxtune.models.kinds.image_decoder.families import concatenated
 from fxtune.models.kinds.known import images_of
 
 COLORS = ("red", "lime", "blue", "white")
@@ -55,12 +56,12 @@ ROWS = [row("red"), row(answer="none"), row("lime", "blue"), row("white"), row(a
 
 @pytest.fixture(params=[family for family in FAMILIES if family != "idefics3"])  # the kind of model merges its tensors
 def images(request, tmp_path) -> ImageProcessor:
-    return ImageProcessor(processor(request.param, tmp_path / "model"))
+    return ImageProcessor(processor(request.param, tmp_path / "model"), concatenated)
 
 
 @pytest.fixture
 def qwen(tmp_path) -> ImageProcessor:
-    return ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    return ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
 
 
 def data_config(path: Path, **options: Any) -> DataConfig:
@@ -110,7 +111,7 @@ def test_a_batch_has_the_images_of_its_documents_in_order(tmp_path, images, pack
             assert batch.images.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(batch.images[name], tensor)
-            own = {token for color in COLORS for token in images.image_ids(56, 56 + 28 * COLORS.index(color))}
+            own = {token for color in COLORS for token in image_ids(images, 56, 56 + 28 * COLORS.index(color))}
             assert not set(batch.labels.tolist()) & own
             seen += len([colors for colors in documents if colors])
     assert seen >= 8
@@ -161,7 +162,7 @@ def test_the_table_depends_on_the_processor_and_the_folder(tmp_path, qwen):
     assert other.folder != first.folder
     assert other.fingerprint == first.fingerprint
     qwen.processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 4 * 784}
-    assert table_of(ImageProcessor(qwen.processor), path).folder != first.folder
+    assert table_of(ImageProcessor(qwen.processor, qwen.merge), path).folder != first.folder
 
 
 def test_documents_with_other_images_are_no_copies(tmp_path, qwen):
@@ -231,7 +232,7 @@ def test_positions_of_several_axes(tmp_path):
     def positions(ids: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.stack([torch.arange(len(ids)) * (axis + 2) + len(tensors["image_grid_thw"]) for axis in range(3)])
 
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), rope_positions=positions)
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated, rope_positions=positions)
     plan = plan_of(images, write_rows(tmp_path / "data", ROWS))
     for step in range(plan.steps):
         batch, spec = plan.batch(step, 0), plan.batch_spec(step, 0)
@@ -359,7 +360,7 @@ MARKS = {"qwen2_5_vl": 0, "gemma3": 2, "internvl": 2}
 
 
 def plan_of_pictures(family, folder):
-    images = ImageProcessor(processor(family, folder / "model"))
+    images = ImageProcessor(processor(family, folder / "model"), concatenated)
     data = data_config(write_picture_rows(folder / "data"), sequence_length=400)
     table = tokenize(data.sources[0], data, images.processor.tokenizer, progress=False, images=images)
     return plan_training([table], data, micro_batch_size=1, global_batch_size=4, epochs=1.0)

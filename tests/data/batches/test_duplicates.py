@@ -17,6 +17,7 @@ from fxtune.data.batches.build import plan_evaluation, plan_training, prepare_da
 from fxtune.data.batches.duplicates import SHINGLE, find_duplicates, first_copies
 from fxtune.data.config import DataConfig, Dedup, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.models.kinds.image_decoder.families import concatenated
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -181,7 +182,7 @@ def test_documents_with_different_images_are_never_near_copies(tmp_path):
     data = DataConfig(
         sources=[SourceConfig(path=str(path))], dedup=Dedup.near, eval_fraction=0.0, cache_dir=str(tmp_path / "cache")
     )
-    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"), concatenated)
     prepared = prepare_data(
         data, processors.tokenizer("llava"), micro_batch_size=1, global_batch_size=1, progress=False, images=images
     )

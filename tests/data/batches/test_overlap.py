@@ -12,6 +12,7 @@ from fxtune.data.batches.build import prepare_data
 from fxtune.data.config import DataConfig, OnBadRow, OnOverlap, QuestionsConfig, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.errors import DataError
+from fxtune.models.kinds.image_decoder.families import concatenated
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -86,7 +87,7 @@ def test_questions_with_the_text_and_the_image_of_a_row_are_held_out(tmp_path):
         questions=QuestionsConfig(path=asked.path),
         cache_dir=str(tmp_path / "cache"),
     )
-    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"), concatenated)
     with pytest.raises(DataError, match=r"1 of 2 rows of data\.questions .*asked\.jsonl:2 is \S+rows\.jsonl:2"):
         prepare_data(config, words, micro_batch_size=4, global_batch_size=4, progress=False, images=images)
 

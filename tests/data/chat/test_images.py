@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.processors import FAMILIES, processor, tokenizer
+from support.processors import FAMILIES, image_ids, processor, tokenizer
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS, row_format
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.models.kinds.image_decoder.families import concatenated
 
 SIZES = {"a.png": (56, 56), "b.png": (90, 60)}
 """Width and height of the images in the folder."""
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 @pytest.fixture(params=FAMILIES)
 def images(request, tmp_path):
-    return ImageProcessor(processor(request.param, tmp_path / "model"))
+    return ImageProcessor(processor(request.param, tmp_path / "model"), concatenated)
 
 
 def encoder(images: ImageProcessor, row: dict[str, Any], **options: Any) -> Encoder:
@@ -97,7 +98,7 @@ def test_ids_are_the_ids_of_the_processor(images, folder):
     assert learned(document, images) == f"red<|im_end|>{last}<|im_end|>"
     assert [image.image.name for image in document.images] == NAMES
     for image in document.images:
-        assert document.ids[image.start : image.end] == images.image_ids(*image.image.size)
+        assert document.ids[image.start : image.end] == image_ids(images, *image.image.size)
         assert image.image.size == SIZES[image.image.name][::-1]
 
 
@@ -134,7 +135,7 @@ def test_a_quoted_placeholder_is_text_and_never_an_image(images, folder):
         document = encoded(images, {"messages": quoting}, folder)
         assert document.escaped
         assert len(document.images) == 1
-        own = images.image_ids(56, 56)
+        own = image_ids(images, 56, 56)
         placed = document.images[0]
         assert document.ids[placed.start : placed.end] == own
         rest = document.ids[: placed.start] + document.ids[placed.end :]
@@ -172,7 +173,7 @@ SPOKEN = [{"role": "user", "content": "What?"}, ANSWER]
 )
 def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
     """For a model that reads images; `unused` says that it is meant."""
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     reason = refused(images, row, folder)
     assert "`images`" in reason
     assert f"`unused: [{column}]`" in reason
@@ -193,7 +194,7 @@ def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
     ],
 )
 def test_a_row_with_its_images_and_a_row_of_text_are_used(tmp_path, folder, more):
-    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model")), more, folder)
+    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated), more, folder)
 
 
 def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):
@@ -218,7 +219,7 @@ def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):
     ],
 )
 def test_an_image_that_cannot_be_used_is_a_bad_row(tmp_path, folder, value, reason):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     (folder / "broken.png").write_bytes(b"no image")
     Image.effect_noise((64, 64), 80).save(folder / "cut.png")
     (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:1500])
@@ -234,7 +235,7 @@ def test_a_model_of_text_refuses_rows_with_images(folder):
 
 
 def test_a_template_that_drops_the_images_of_a_turn_is_a_bad_row(tmp_path, folder):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content if message.content is string else 'a' }}"
                         "<|im_end|>{% endfor %}")  # fmt: skip
@@ -244,7 +245,7 @@ def test_a_template_that_drops_the_images_of_a_turn_is_a_bad_row(tmp_path, folde
 
 def test_a_template_that_takes_only_parts(tmp_path, folder):
     """SmolVLM's writes nothing of a content that is a string."""
-    images = ImageProcessor(processor("idefics3", tmp_path / "model"))
+    images = ImageProcessor(processor("idefics3", tmp_path / "model"), concatenated)
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for message in messages %}{{ message.role }}:{% for part in message.content %}{% if part.type == 'text' %}"
@@ -266,7 +267,7 @@ def test_a_long_chat_is_divided_at_its_turns_with_its_images(images, folder):
     assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES]
     for piece in found:
         for image in piece.images:
-            assert piece.ids[image.start : image.end] == images.image_ids(*image.image.size)
+            assert piece.ids[image.start : image.end] == image_ids(images, *image.image.size)
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -352,7 +353,7 @@ def test_a_prompt_loses_the_text_before_its_images_or_the_pair_is_left_out(image
         assert found.counts.dropped == (over == first)
         for document in found.pieces:
             assert [image.start for image in document.images] == [1]
-            assert document.ids[1 : 1 + document.images[0].tokens] == images.image_ids(56, 56)
+            assert document.ids[1 : 1 + document.images[0].tokens] == image_ids(images, 56, 56)
 
 
 def test_another_image_in_the_prompt_of_one_answer_is_a_bad_row(images, folder):
@@ -372,7 +373,7 @@ def test_an_encoder_can_be_sent_to_a_worker(images, folder):
 
 
 def test_a_picture_of_a_camera_is_counted_upright(tmp_path, folder):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     exif, out = Image.Exif(), BytesIO()
     exif[0x0112] = 6
     Image.new("RGB", (112, 28)).save(out, "JPEG", exif=exif)

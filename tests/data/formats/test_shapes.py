@@ -25,6 +25,7 @@ from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.row import file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
+from fxtune.models.kinds.image_decoder.families import concatenated
 
 
 def _png() -> bytes:
@@ -158,7 +159,7 @@ def shown(document: Document, letters: Any) -> tuple[str, list[str]]:
 @pytest.fixture
 def images(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
-    return ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    return ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
 
 
 @pytest.mark.parametrize("name", IMAGES)

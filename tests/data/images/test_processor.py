@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from support.processors import FAMILIES, processor
+from support.processors import FAMILIES, image_ids, processor
 
 from fxtune.data.formats.values import RowError
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.models.kinds.image_decoder.families import concatenated
 
 SIZES = (56, 56), (30, 90), (201, 100)
 """Heights and widths."""
@@ -21,7 +22,7 @@ SIZES = (56, 56), (30, 90), (201, 100)
 
 @pytest.fixture(params=FAMILIES)
 def images(request, tmp_path):
-    return ImageProcessor(processor(request.param, tmp_path))
+    return ImageProcessor(processor(request.param, tmp_path), concatenated)
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -47,31 +48,31 @@ def test_tensors_of_several_documents_are_those_of_one(images):
 
 
 def test_an_image_processor_can_be_sent_to_a_worker(images):
-    images.image_ids(56, 30)
+    image_ids(images, 56, 30)
     copy = pickle.loads(pickle.dumps(images))
     assert copy.identity == images.identity
-    assert copy.image_ids(30, 90) == images.image_ids(30, 90)
+    assert image_ids(copy, 30, 90) == image_ids(images, 30, 90)
     picture = Image.new("RGB", (30, 60), "red")
     for name, tensor in images.tensors([picture]).items():
         assert torch.equal(copy.tensors([picture])[name], tensor)
 
 
 def test_the_number_of_tokens_follows_from_the_size(tmp_path):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
-    assert len(images.image_ids(56, 56)) == 4
-    assert len(images.image_ids(56, 84)) == 6
-    assert len(images.image_ids(2000, 1000)) <= 16
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path), concatenated)
+    assert len(image_ids(images, 56, 56)) == 4
+    assert len(image_ids(images, 56, 84)) == 6
+    assert len(image_ids(images, 2000, 1000)) <= 16
 
 
 def test_an_image_that_the_processor_refuses_is_a_bad_row(tmp_path):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
-    for call in (lambda: images.image_ids(1, 500), lambda: images.tensors([Image.new("RGB", (500, 1))])):
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path), concatenated)
+    for call in (lambda: image_ids(images, 1, 500), lambda: images.tensors([Image.new("RGB", (500, 1))])):
         with pytest.raises(RowError, match="aspect ratio"):
             call()
 
 
 def test_the_key_of_the_cache_has_the_settings_of_the_processor(tmp_path):
-    first, second = (ImageProcessor(processor("qwen2_5_vl", tmp_path / name)) for name in "ab")
+    first, second = (ImageProcessor(processor("qwen2_5_vl", tmp_path / name), concatenated) for name in "ab")
     assert first.identity == second.identity
     second.processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 8 * 784}
     assert first.identity != second.identity
@@ -79,7 +80,7 @@ def test_the_key_of_the_cache_has_the_settings_of_the_processor(tmp_path):
 
 def test_pixels_of_another_dtype(images):
     picture = Image.effect_noise((60, 40), 80).convert("RGB")
-    half = ImageProcessor(images.processor, pixels=torch.bfloat16).tensors([picture])
+    half = ImageProcessor(images.processor, concatenated, pixels=torch.bfloat16).tensors([picture])
     for name, tensor in images.tensors([picture]).items():
         assert half[name].dtype == (torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         assert torch.equal(half[name], tensor.to(half[name].dtype))
@@ -98,7 +99,7 @@ def test_blank_tensors_are_those_of_black_images(images):
 def test_a_process_with_the_modules_imports_no_other_for_an_image(tmp_path):
     """The fork server of the loader's workers imports them, because transformers takes seconds in each process."""
     for family in FAMILIES:
-        made = ImageProcessor(processor(family, tmp_path / family))
+        made = ImageProcessor(processor(family, tmp_path / family), concatenated)
         (tmp_path / f"{family}.pickle").write_bytes(pickle.dumps(made))
         (tmp_path / f"{family}.json").write_text(json.dumps(made.modules))
     done = subprocess.run([sys.executable, "-c", IN_A_WORKER, str(tmp_path)], capture_output=True, text=True)
@@ -121,7 +122,7 @@ print(json.dumps(new))
 
 def test_the_image_as_the_model_sees_it_has_the_same_tensors(tmp_path):
     """Qwen's patches are put together again, so a preview shows these pixels and no others."""
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path), concatenated)
     picture = Image.effect_noise((301, 97), 80).convert("RGB")
     seen = images.seen(picture)
     assert seen.size == (196, 56)

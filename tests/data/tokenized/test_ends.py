@@ -13,6 +13,7 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized import ends
 from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.models.kinds.image_decoder.families import concatenated
 from fxtune.system.files.hub import locate
 
 START, END = 1, 2
@@ -80,7 +81,7 @@ def test_a_question_comes_with_the_images_of_its_prompt(tmp_path):
     words, path = processors.tokenizer("llava"), processors.write_picture_rows(tmp_path / "pictures", 3)
     rows = path.read_text().splitlines()
     path.write_text(f"{rows[2]}\n")
-    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"), concatenated)
     config = DataConfig(cache_dir=str(tmp_path / "cache"))
     built = tokenize(SourceConfig(path=str(path)), config, words, progress=False, images=images)
     question = ends.short_question([built], [words.eos_token_id])

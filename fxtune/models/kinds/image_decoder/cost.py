@@ -191,10 +191,12 @@ class BesideOfImages(Beside):
         if not features:
             return BesideMemory()
         shape = self.shape
+        batches, held = BATCHES if facts.device == "cuda" else 1, float(features * hidden * number * shape.levels)
+        if facts.stores_images:
+            return BesideMemory(int(batches * held))
         positions, pixels = shape.positions(features), features * shape.merged * self.pixels
         dtype = self.images.pixel_dtype(self.config, getattr(torch, facts.dtype))
-        held = pixels * dtype.itemsize * (BATCHES if facts.device == "cuda" else 1)
-        held += features * hidden * number * shape.levels
+        held += pixels * dtype.itemsize * batches
         compiled = facts.execution.compiled and facts.device == "cuda"
         working = positions * self._working_bytes(number, compiled)
         if self.has_gradients(facts):

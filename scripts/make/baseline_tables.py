@@ -101,10 +101,11 @@ TWO_MACHINES = {"30b_a3b_4x4096"}
 def readme(day: str) -> str:
     """Speed and peak memory beside Unsloth, and over a base in fp8."""
 
-    def cell(row: Measurement | None) -> str:
+    def cell(row: Measurement | None, said: list[str]) -> str:
         if row is None or row.error:
             return "" if row is None else row.error
-        return f"{row.tokens_per_second:,.0f}, {row.memory_gib:.1f} GiB"
+        own = [mark for mark in row.marks(day) if mark not in said]
+        return ", ".join([f"{row.tokens_per_second:,.0f}, {row.memory_gib:.1f} GiB", *own])
 
     rows = []
     for label, file, case in README_ROWS:
@@ -112,7 +113,10 @@ def readme(day: str) -> str:
         cells = [found.get(key) for key in ((case, "fxtune"), (case, "unsloth"), (f"{case}_fp8", "fxtune"))]
         own, peer = (row.tokens_per_second if row else None for row in cells[:2])
         ratio = f"{own / peer:.2f}" if own and peer and case not in TWO_MACHINES else ""
-        rows.append([marked(label, day, *cells), *map(cell, cells), ratio])
+        # A mark of all cells is said once, in the label.
+        marks = [row.marks(day) for row in cells if row]
+        said = [mark for mark in marks[0] if all(mark in others for others in marks)]
+        rows.append([", ".join([label, *said]), *(cell(row, said) for row in cells), ratio])
     head = "tokens/s and peak memory by `python scripts/bench/bench_peers.py`"
     return table([head, "fxtune", "Unsloth", "fxtune, fp8 base", "fxtune / Unsloth"], rows)
 

@@ -51,8 +51,9 @@ def drawn(rows: int, columns: int, stride: int | None = None, dtype: torch.dtype
 
 @pytest.fixture
 def all_sizes(monkeypatch):
-    """Also use the kernel for sizes that leave processors idle."""
+    """Also use the kernel for few rows and for sizes that leave processors idle."""
     monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
+    monkeypatch.setattr(matmul, "MIN_ROWS", 2048)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -164,7 +165,7 @@ def test_operators_and_head_agree_with_cublas(tiles):
     rows = 16384 * tiles
     a, b, up = group((14336, 14336), 4096, (16, 16))
     a_down, b_down, down = group((4096,), 14336, (16,))
-    head, labels = drawn(32000, 4096) / 64, torch.randint(0, 32000, (4096,), device=GPU)
+    head, labels = drawn(65536, 4096) / 64, torch.randint(0, 65536, (4096,), device=GPU)
     x = drawn(rows, 4096)
     found = []
     for kind, gemm in ((DENSE, matmul.CUBLAS), (DENSE_CUTE, CUTE)):

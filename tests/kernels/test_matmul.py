@@ -133,7 +133,10 @@ def test_utilization_of_the_processors(rows, columns, expected):
         ({"dtype": torch.float16}, True),
         ({"stride": 1032}, True),
         ({"dtype": torch.float32}, False),
-        ({"rows": 1024}, False),
+        ({"rows": 6272, "columns": 28672}, False),
+        ({"rows": 8192, "columns": 28672}, True),
+        ({"rows": 6336, "columns": 2**16}, True),  # a head's logits
+        ({"rows": 1024, "columns": 2**16}, False),
         ({"inner": 1000}, False),
         ({"columns": 1000}, False),
         ({"stride": 1028}, False),

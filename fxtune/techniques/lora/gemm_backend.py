@@ -25,7 +25,7 @@ from fxtune.techniques.lora.fused_modules import groups
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
-ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
+ROWS = (MIN_ROWS, 2 * MIN_ROWS)
 """The numbers of rows that observe() tries, in this order, until quack's kernel serves the product."""
 
 

@@ -155,6 +155,15 @@ def test_a_run_shows_what_it_knew_before_and_resumes_bit_for_bit(cwd, capsys):
     assert same_export("whole", "paused")
 
 
+def test_eval_reads_the_pairs_that_the_run_has_read(cwd):
+    """The base's tokenizer has a template for chats."""
+    write()
+    assert main([*LEARNS, "techniques.lora.enabled=true", "model=tiny", "run.dir=run"]) == 0
+    assert main(["eval", "run", "--json", "seen.json"]) == 0
+    seen, trained = (json.loads(Path(file).read_text()) for file in ("seen.json", "run/result.json"))
+    assert seen["figures"]["eval/loss"] == pytest.approx(trained["eval/loss"])
+
+
 TEMPLATE = """{{ bos_token }}Judge.{% for message in messages if message.role == 'system' %} {{ message.content }}{% endfor %}
 <Query>: {{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}
 <Document>: {{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}

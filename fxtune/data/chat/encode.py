@@ -39,7 +39,7 @@ from fxtune.data.chat.remarks import (
 from fxtune.data.chat.rewriting import Rewriting
 from fxtune.data.chat.split import SplitChat, SplitCounts, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import Messages
-from fxtune.data.chat.template_source import ChatTemplates, write_pair
+from fxtune.data.chat.template_source import ChatTemplates, template_of_pairs, write_pair
 from fxtune.data.chat.turns import supervised_spans
 from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
@@ -137,6 +137,9 @@ class Encoder:
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so masks cannot be placed exactly; use a model "
                 "that comes with a tokenizer.json, or set model.tokenizer to one that does"
             )
+        if format.writes_pairs:  # a template for chats writes no pairs
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = template_of_pairs(tokenizer, chat_template)
         self.format, self.learn, self.unused = format, learn or LearnConfig(), tuple(unused or ())
         self._coverage = {
             name: Coverage(row_format, self.unused, unused is not None, images is not None)
@@ -176,6 +179,11 @@ class Encoder:
         """The encoder with the chat template, its variables and the system prompt of `data`."""
         fixed = dict(variables=data.chat_template_kwargs, template_time=data.template_time, images=images)
         return cls(tokenizer, format, data.chat_template, data.system, **fixed, **options)
+
+    @property
+    def template(self) -> Any:
+        """The chat template, as transformers keeps it; None if rows are written without one."""
+        return self.templates.source or self._tokenizer.chat_template
 
     @cached_property
     def _vocabulary(self) -> int:

@@ -171,7 +171,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         source.config.limit,
         source.config.text_unit.value,
         backend,
-        encoder.templates.source or tokenizer.chat_template,
+        encoder.template,
         tokenizer.special_tokens_map,
     ]
     learn = {name: value for name, value in asdict(encoder.learn).items() if value or name != "since_last_question"}

@@ -40,6 +40,7 @@ from fxtune.techniques.base import Evidence
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe, with `overrides` as they are typed on the command line. Raises ConfigError."""
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
         return compose.load([compose.path_override("+recipe", recipe), *overrides])
     except ConfigError as error:
@@ -173,7 +174,7 @@ class Run:
         self,
         prompt: str,
         *,
-        images: Sequence[str | Path] = (),
+        images: str | Path | Sequence[str | Path] = (),
         system: str | None = None,
         show: str = "tuned",
         max_new_tokens: int = 256,
@@ -185,6 +186,9 @@ class Run:
         the next call. Raises the errors of `fxtune chat`, and DataError if the model cannot read the prompt."""
         from fxtune.outputs.conversation import Conversation
 
+        if not isinstance(prompt, str):
+            raise ConfigError("prompt is not a text: call generate() once for each prompt.")
+        images = [images] if isinstance(images, str | Path) else images
         if show not in ("tuned", "base"):
             raise ConfigError(f"show={show}: give `tuned` or `base`.")
         output = find_output(str(self.folder))
@@ -201,8 +205,20 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
         return load_recipe(recipe, overrides)
     if overrides:
         raise ConfigError("A config takes no overrides: set its fields, or give them to load_recipe().")
-    values = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    values = json.loads(json.dumps(_values(recipe)))
     return compose.typed(OmegaConf.create(values))  # with all checks of a command line
+
+
+def _values(node: Any) -> Any:
+    """The values of a config as a recipe has them, and the values of fields that a user has misspelled."""
+    if dataclasses.is_dataclass(node):
+        names = {field.name for field in dataclasses.fields(node)}
+        if added := [name for name in vars(node) if name not in names]:
+            names.update(set(added) - set(vars(type(node)())))  # type: ignore[misc]
+        return {name: _values(getattr(node, name)) for name in names}
+    if isinstance(node, dict):
+        return {key: _values(value) for key, value in node.items()}
+    return [_values(value) for value in node] if isinstance(node, list | tuple) else node
 
 
 def _as_command(config: Config, file: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """fxtune from Python: the same recipes, refusals and runs as on the command line."""
 
+import functools
 import json
 import os
 import subprocess
@@ -53,9 +54,11 @@ def test_a_run_gives_its_figures_and_answers(trained):
     assert trained.generate("Two pizzas", max_new_tokens=8, show="base") == trained.generate(
         "Two pizzas", max_new_tokens=8, show="base"
     )
-    for prompt, images in ("hi " * 2000, []), ("Hi", ["none.png"]):  # a reason is never returned as an answer
-        with pytest.raises(DataError):
+    for prompt, images in ("hi " * 2000, []), ("Hi", ["none.png"]), ("Hi", "none.png"):
+        with pytest.raises(DataError):  # a reason is never returned as an answer
             trained.generate(prompt, images=images)
+    with pytest.raises(ConfigError, match="once for each prompt"):
+        trained.generate(["Hi", "Bye"])
     assert isinstance(trained.generate("Hi", system="Be brief.", max_new_tokens=2), str)
 
 
@@ -103,7 +106,14 @@ def test_a_mistake_raises_what_the_command_prints():
         fxtune.load_recipe("nothing-of-this-name", ["optimizer.lrr=1"])
     assert "optimizer.lrr" in str(caught.value)
     assert "command line" not in str(caught.value)
-    config = fxtune.load_recipe("quickstart")
+    for key in ("train.epoch", "optimiser", "data.sources.0.pat"):
+        config = fxtune.load_recipe("quickstart")
+        *path, name = key.split(".")
+        node = functools.reduce(lambda node, word: node[0] if word == "0" else getattr(node, word), path, config)
+        setattr(node, name, 1)
+        with pytest.raises(ConfigError, match="unknown key"):
+            fxtune.train(config)
+    config = fxtune.load_recipe("quickstart", "train.epochs=1")
     config.optimizer.lr = -1.0
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         fxtune.train(config)

@@ -66,9 +66,12 @@ class Question:
         return "".join([f"{part}[{name}] " for part, name in zip(parts, names, strict=False)] + parts[-1:])
 
 
-def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None) -> list[Question]:
+def load_questions(
+    data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None, skips: bool = False
+) -> list[Question]:
     """Read the first `data.questions.limit` rows of `data.questions.path` as questions. Their prompts use the chat
-    template and the system prompt of `data`. `images`: the processor of a model that reads images.
+    template and the system prompt of `data`. `images`: the processor of a model that reads images. `skips`: leave out
+    bad rows, which a run has put into quarantine.
 
     Raises DataError if the data does not exist, or if a row cannot be read, has no answer, or names an image that is
     missing or broken. For a row, the error names file and line.
@@ -85,8 +88,9 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
         )
     rows = list(islice(source.rows(), config.limit))
     for row in rows:
-        if row.value is None:
+        if row.value is None and not skips:
             raise DataError(f"{row.where}: {row.error}")
+    rows = [row for row in rows if row.value is not None]
     values = [row.value for row in rows if row.value is not None]
     questions = []
     # Questions are not trained on, so their rows may have unused columns.
@@ -97,6 +101,8 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
             document = document.documents[0]
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
+            if skips:
+                continue
             raise DataError(f"{row.where}: {question}")
         questions.append(replace(question, row=row))
     return questions

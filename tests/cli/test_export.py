@@ -14,6 +14,7 @@ import torch
 from support.architectures import lora, on_disk, prepared_model
 from support.cases import slow_but
 from support.llama_cpp import fake_llama_cpp
+from support.rows import write_jsonl
 
 import fxtune
 from fxtune.cli.main import main
@@ -228,6 +229,17 @@ def test_data_without_questions_forbids_no_export(rows, run, capsys):
     out = export(capsys, "mine", "--to", "vllm", "--merged")
     assert "merged: exported, not proven: there are no questions" in out
     assert command(out)
+
+
+def test_rows_in_quarantine_are_no_questions(run, capsys):
+    """The rows that the run has learned from are."""
+    pair, bad = ({"prompt": "Say yes.", "chosen": "Yes.", "rejected": text} for text in ("No.", "Yes."))
+    write_jsonl(Path("rows.jsonl"), [bad, pair])
+    data = "sources: [{path: rows.jsonl}], on_bad_row: quarantine"
+    (run / "config.yaml").write_text(f"run: {{name: mine}}\nmodel: {{path: 'builtin:tiny'}}\ndata: {{{data}}}\n")
+    tools = fake_llama_cpp(run.parent / "tools")
+    llama(capsys, tools, "mine", "--to", "gguf")
+    assert exports_of(run)["gguf/mine-f16.gguf"]["questions"] == 1
 
 
 def test_a_penalty_for_repetitions_is_said(run, capsys):

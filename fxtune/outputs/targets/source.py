@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.config import compose
-from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
+from fxtune.data.config import DataConfig, OnBadRow, QuestionsConfig, SourceConfig
 from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.errors import ConfigError, UserError
@@ -93,13 +93,16 @@ class Source:
         return self._rows(self.data.eval_sources) or self.questions
 
     def _rows(self, sources: Sequence[SourceConfig]) -> list[Question]:
-        return self._read(replace(self.data.questions, path=sources[0].path, limit=ROWS)) if sources else []
+        if not sources:
+            return []
+        skips = self.data.on_bad_row is OnBadRow.quarantine
+        return self._read(replace(self.data.questions, path=sources[0].path, limit=ROWS), skips)
 
-    def _read(self, asked: QuestionsConfig) -> list[Question]:
+    def _read(self, asked: QuestionsConfig, skips: bool = False) -> list[Question]:
         if kind_of(self.hf_config).images:
             return []
         try:
-            return load_questions(replace(self.data, questions=asked), self.tokenizer)
+            return load_questions(replace(self.data, questions=asked), self.tokenizer, skips=skips)
         except UserError as error:  # data that moved, or rows of plain text
             self.unasked = f"there are no questions: {error}"
             return []

@@ -109,11 +109,19 @@ class StoreWatch:
         """The last beats that the store gave."""
         self._over = threading.Event()
         # Ranks 0 and 1 have two threads, because nothing ends the wait for a store that does not answer.
-        for work in (self._exchange, self._watch) if rank < 2 else (self._exchange,):
-            threading.Thread(target=work, name="fxtune-rank-watch", daemon=True).start()
+        works = (self._exchange, self._watch) if rank < 2 else (self._exchange,)
+        self._threads = [threading.Thread(target=work, name="fxtune-rank-watch", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
+        """End the threads. Python aborts at its exit if a thread is then in a call of torch, such as to the store."""
         self._over.set()
+        until = time.monotonic() + failure.PATIENCE.total_seconds()
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+            if thread.is_alive():
+                failure.keep_connections()
 
     def _exchange(self) -> None:
         pulse = 0

@@ -15,7 +15,7 @@ from support.runs import history, losses
 
 pytestmark = pytest.mark.slow
 FEWER = ("train.max_steps=10", "data.eval_fraction=0")
-QUESTIONS = "data.questions={path: questions.jsonl, limit: 12, batch_size: 2, max_new_tokens: 8}"
+QUESTIONS = "data.questions={path: questions.jsonl, limit: 12, max_new_tokens: 8}"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
-QUESTIONS = "data.questions={path: questions.jsonl, limit: 11, batch_size: 2, max_new_tokens: 6}"
+QUESTIONS = "data.questions={path: questions.jsonl, limit: 11, max_new_tokens: 6}"
 UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
 PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
 

@@ -1,11 +1,16 @@
 """Which rank the launcher names and which it ends, by the heartbeats of all ranks."""
 
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
+import sys
+import time
 
 import pytest
+from support.ranks import free_port
+from torch.distributed import TCPStore
 
 from fxtune.distributed.heartbeat import FORWARD_BACKWARD, Beat
 from fxtune.distributed.watch import STALL_SECONDS, STEP_SECONDS, Watch, is_stopped, stalled
@@ -75,3 +80,50 @@ def test_rank_that_runs_and_does_not_move_is_named_and_in_a_step_ended(capsys, d
         found = watch.look(beats, now)
     assert bool(found) == ends
     assert capsys.readouterr().err.count("all ranks have waited for rank 1 for 46 s: it is at step 5") == 1
+
+
+WATCHED = """
+import os, sys
+from datetime import timedelta
+from fxtune.distributed import failure, watch
+from fxtune.distributed.heartbeat import Heartbeat
+
+watch.PULSE_SECONDS = 0.05
+failure.PATIENCE = timedelta(seconds=float(sys.argv[1]))
+watching = watch.StoreWatch(1, [(os.getpid(), "here")] * 2, Heartbeat(None), 0)
+sys.stdin.readline()
+watching.stop()
+if failure.keeps_connections():  # fxtune.cli.main ends a rank like this
+    os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(("patience", "code"), [(60.0, 0), (0.1, 7)], ids=["late", "never"])
+def test_rank_whose_watch_waits_for_the_store_ends_with_its_own_code(patience, code):
+    """Python would abort it (SIGABRT) at its exit if a thread were then in a call of torch."""
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=_hold_store, args=(port,), daemon=True)
+    holder.start()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+    words = [sys.executable, "-c", WATCHED, str(patience)]
+    with subprocess.Popen(words, env={**os.environ, **place}, stdin=subprocess.PIPE) as rank:
+        TCPStore("127.0.0.1", port, is_master=False).wait(["beat 0/1"])
+        os.kill(holder.pid, signal.SIGSTOP)
+        time.sleep(0.5)  # the next beat waits for its answer
+        rank.stdin.write(b"\n")
+        rank.stdin.close()
+        time.sleep(0.5)
+        if code == 0:
+            os.kill(holder.pid, signal.SIGCONT)
+        try:
+            assert rank.wait(60) == code
+        finally:
+            rank.kill()
+            holder.kill()
+            holder.join()
+
+
+def _hold_store(port):
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    signal.pause()
+    del store

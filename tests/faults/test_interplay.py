@@ -192,7 +192,7 @@ def test_out_of_memory_during_a_signal_is_not_a_halving(run_, monkeypatch):
 
 @pytest.mark.slow
 def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
-    run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
+    run_.data.eval_fraction, run_.data.general, run_.train.eval_every = 0.2, [], 2
     seen = short_of_memory(monkeypatch, 99)  # no halving yet
     real, rows = evaluation.evaluate, []
 
@@ -217,7 +217,7 @@ def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
 @pytest.mark.slow
 def test_failed_evaluation_is_saved_and_repeated_by_the_next_run(run_, monkeypatch):
     """A signal arrives while the state is saved. The run finishes the save first."""
-    run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
+    run_.data.eval_fraction, run_.data.general, run_.train.eval_every = 0.2, [], 2
     saved = Checkpoints.save
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))

@@ -239,7 +239,7 @@ def test_rows_in_quarantine_are_no_questions(run, capsys):
     (run / "config.yaml").write_text(f"run: {{name: mine}}\nmodel: {{path: 'builtin:tiny'}}\ndata: {{{data}}}\n")
     tools = fake_llama_cpp(run.parent / "tools")
     llama(capsys, tools, "mine", "--to", "gguf")
-    assert exports_of(run)["gguf/mine-f16.gguf"]["questions"] == 1
+    assert exports_of(run)["gguf/mine-f16.gguf"]["equal"] == 1.0
 
 
 def test_a_penalty_for_repetitions_is_said(run, capsys):

@@ -69,9 +69,12 @@ def find_output(name: str) -> RunOutput:
     if holds_run(folder):
         steps = [stored.step_of(path) for path in stored.paths(folder / CHECKPOINTS)]
         use = f", or use a checkpoint: {folder / f'step-{steps[-1]}'}" if steps else ""
+        others = (run for run in folder.parent.glob("*") if is_run(run.name, name))
+        finished = [run for run in others if (run / "adapter").exists() or (run / "model").exists()]
+        other = max(finished, key=_written, default=None)
         raise ConfigError(
             f"{folder} has no adapter and no model yet: the training has not finished. Give its command again; it "
-            f"continues{use}."
+            f"continues{use}.{f' The newest finished run of this name is {other}.' if other else ''}"
         )
     raise ConfigError(f"{folder} is no run, adapter or model of fxtune: it holds no config.yaml and no config.json.")
 
@@ -127,7 +130,11 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _newest(name: str) -> Path | None:
     named = [folder for folder in RUNS.glob("*") if folder.is_dir() and is_run(folder.name, name)]
-    return max(named, key=lambda folder: folder.stat().st_mtime, default=None)
+    return max(named, key=_written, default=None)
+
+
+def _written(folder: Path) -> float:
+    return folder.stat().st_mtime
 
 
 def _checkpoint(place: Path, name: str) -> Path | None:

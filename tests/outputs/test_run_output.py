@@ -69,6 +69,18 @@ def test_a_command_about_a_run_takes_what_the_run_has_exported_and_no_checkpoint
         run_folder("lamp/step-2")
 
 
+def test_a_later_run_without_an_export_names_the_finished_run(cwd):
+    for name in ("mine", "mine-2"):
+        (Path("runs") / name / "adapter").mkdir(parents=True)
+        (Path("runs") / name / "config.yaml").write_text("{}")
+    (Path("runs") / "mine-2" / "adapter").rmdir()
+    os.utime("runs/mine", (0, 0))
+    with pytest.raises(
+        ConfigError, match=r"runs/mine-2 has no adapter.* newest finished run of this name is runs/mine\."
+    ):
+        find_output("mine")
+
+
 def test_what_holds_no_output_is_refused_with_what_to_do(cwd):
     (cwd / "runs" / "lamp" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (cwd / "runs" / "lamp" / "config.yaml").write_text("run: {name: lamp}\n")

@@ -84,8 +84,8 @@ class RunState:
             return TrainState(data_fingerprint=fingerprint)
         if saved.state.data_fingerprint != fingerprint:
             raise ConfigError(
-                f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
-                f"template), so its run cannot be resumed. Restore the data as it was, or start anew with "
+                f"The data changed since {self.folder.path} was started (its rows, the questions whose copies are "
+                f"left out, the tokenizer or the chat template). Restore the data as it was, or start anew with "
                 f"{HOW_TO_START_ANEW}. If nothing changed and {SETTING} is missing there, restore that file: it says "
                 "how rows were made (data.packing, data.share_prompts)."
             )

@@ -60,8 +60,8 @@ class TextClassifier:
     def read(self, line: str) -> dict[str, float]:
         """The share of each class, the largest first; or the score of a line under the name of its label. Raises
         DataError if the line has other texts than the model reads."""
-        texts = [text.strip() for text in line.split("\t")] if len(self.parts) > 1 else [line]
-        if not (self.least <= len(texts) <= len(self.parts) and all(texts)):
+        texts = line.split("\t") if len(self.parts) > 1 else [line]
+        if not (self.least <= len(texts) <= len(self.parts) and all(map(str.strip, texts))):
             raise DataError(f"the model reads two texts: write {', a tab and '.join(self.parts)} on one line")
         ids = torch.tensor([self._ids(*texts)], device=next(self.model.parameters()).device)
         numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config

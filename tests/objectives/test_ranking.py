@@ -22,6 +22,7 @@ from fxtune.cli.main import main
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import LearnConfig
+from fxtune.errors import ConfigError
 from fxtune.objectives.ranking import Ranking, RankingLoss
 
 WORDS = ["red", "blue", "green", "cat", "dog", "house", "river", "tree"]
@@ -230,7 +231,7 @@ def test_the_code_of_the_cards_and_chat_score_a_pair_alike(cwd, monkeypatch, cap
         assert main(["chat", "run"]) == 3
         assert "line 2" in capsys.readouterr().err
     assert main(["chat", "run", "--show", "base"]) == 2
-    with pytest.raises(fxtune.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
         fxtune.Run("run").generate("hi")
     assert "fxtune chat run/adapter" in str(refused.value)
     assert "show" not in str(refused.value)

@@ -237,9 +237,9 @@ def test_chat_scores_a_prompt_and_an_answer_as_training_writes_them(learned, cwd
     plain = AutoModelForSequenceClassification.from_pretrained("texts/model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained("texts/model")
     with torch.no_grad():
-        ids = [*tokenizer("Case 3:the cat")["input_ids"], tokenizer.eos_token_id]
+        ids = [*tokenizer("Case 3: the cat")["input_ids"], tokenizer.eos_token_id]
         wanted = plain(torch.tensor([ids])).logits[0, 0].item()
-    assert chat_score("texts", "Case 3:\tthe cat", monkeypatch) == pytest.approx(wanted, abs=1e-4)
+    assert chat_score("texts", "Case 3: \tthe cat", monkeypatch) == pytest.approx(wanted, abs=1e-4)
     monkeypatch.setattr("sys.stdin", io.StringIO("Case 3\n"))
     assert main(["chat", "texts"]) == 3
 

@@ -68,10 +68,9 @@ def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str
         return content.answers[0] if isinstance(content, Preference) else content
 
     contents = [first(source, table) for source, table in zip(data.sources, tables, strict=True)]
-    labelled = [content.content if isinstance(content, Labelled) else None for content in contents]
     return {
         TEXTS: all(isinstance(content, PlainText) for content in contents),
-        PAIRS: all(isinstance(text, PlainText) and text.second is not None for text in labelled),
+        PAIRS: all(isinstance(row, Labelled) and getattr(row.content, "second", None) for row in contents),
     }
 
 

@@ -11,10 +11,13 @@ writes the prompts, as in training. In a terminal all prompts belong to one conv
 one or Ctrl-D ends the chat. With a pipe each line is a separate conversation. The model answers with the most likely
 tokens, unless --temperature is above 0.
 
-The model of a classifier or a reward model prints the classes, or the score, of each line:
+A classifier, a reranker or a reward model prints the classes, or the score, of each line:
 
     echo "you have won a prize" | fxtune chat classify_quickstart
     spam 0.993, fine 0.005, insult 0.002
+
+A line of a reranker has a query, a tab and a candidate; of a reward model a prompt, a tab and an answer; of a
+classifier of two texts these two with a tab between them.
 
 If a text may have several classes, the line begins with the classes whose share reaches their threshold.
 
@@ -65,11 +68,12 @@ def run(
 ) -> None:
     """Answer the prompts of standard input until the input ends. Raises ConfigError if the run does not exist, or has
     no base for --show, or no place for --system. Raises DataError at the end of a pipe if the model cannot read a line
-    of it."""
+    of it, or at a line that it cannot score."""
     output = find_output(run)
     if scores_texts(output):
-        if system:
-            raise ConfigError(f"--system: {output.folder} scores texts, which have no system turn. Leave it out.")
+        if system or show != "tuned":
+            option = "--system" if system else "--show"
+            raise ConfigError(f"{option}: {output.folder} scores texts and writes no answers. Leave it out.")
         return _read_texts(output, trust_remote_code)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
         chat = Chat(Conversation(output, show, trust_remote_code, max_new_tokens, temperature, system))
@@ -96,11 +100,17 @@ def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
     if unknown := [name for name in thresholds if name not in classifier.chosen]:
         say(plain(f"No evaluation has chosen a threshold for {', '.join(unknown)}: it is {ALL_ABOVE}."))
     if sys.stdin.isatty():
-        say("A text a line; Ctrl-D ends.")
+        say(f"{', a tab and '.join(classifier.parts).capitalize()} a line; Ctrl-D ends.")
     read: list[dict[str, Any]] = []
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin, 1):
         if text := line.strip():
-            found = classifier.read(text)
+            try:
+                found = classifier.read(text)
+            except DataError as reason:
+                if not sys.stdin.isatty():
+                    raise DataError(f"line {number} of the input: {reason}.") from None
+                say(plain(f"({reason})"))
+                continue
             shares = ", ".join(f"{name} {number:.3f}" for name, number in list(found.items())[:CLASSES])
             read.append({"text": text, "labels": found})
             if thresholds:

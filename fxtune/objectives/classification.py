@@ -29,7 +29,7 @@ from fxtune.data.config import DataConfig
 from fxtune.data.formats.labelled import NUMBER, classes_of
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.scorer import SCORE_LABEL
+from fxtune.models.kinds.scorer import NUMBER_LABEL, SCORE_LABEL
 from fxtune.objectives.base import GroupLosses, GroupObjective, Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
@@ -132,7 +132,7 @@ class Classification(GroupObjective):
         names = tables[0].label_names
         problem = self.problem if self.problem is not Problem.auto else _problem(names or ["0.5"])
         if problem is Problem.regression:
-            return replace(self, problem=problem, labels=[SCORE_LABEL]), ["labels: numbers, learned by regression"]
+            return replace(self, problem=problem, labels=[NUMBER_LABEL]), ["labels: numbers, learned by regression"]
         counts: Counter[str] = Counter()
         indices = np.concatenate([np.asarray(table.labels, np.int64) for table in tables])
         for name, count in zip(names, np.bincount(indices, minlength=len(names)).tolist(), strict=True):

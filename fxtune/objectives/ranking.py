@@ -12,7 +12,6 @@ a candidate: tokenizer(query, candidate).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +24,7 @@ from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.models.kinds.scorer import SCORE_WORDS
+from fxtune.models.kinds.scorer import RELEVANCE_LABEL, SCORE_WORDS, with_label
 from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, one_number_refusals
@@ -65,10 +64,9 @@ class Ranking(GroupObjective):
             yield "objective.words: name two words, and a decoder in model.path, whose head predicts the next word."
 
     def configured(self, hf_config: Any) -> Any:
-        if not self.words:
-            return hf_config
-        config = copy.deepcopy(hf_config)
-        setattr(config, SCORE_WORDS, self.words)
+        config = with_label(hf_config, RELEVANCE_LABEL)
+        if self.words:
+            setattr(config, SCORE_WORDS, self.words)
         return config
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.nn import functional as F
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.scorer import SCORE_LABEL, with_label
 from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, one_number_refusals
@@ -46,6 +47,9 @@ class Reward(GroupObjective):
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
         yield from one_number_refusals("a reward", facts)
+
+    def configured(self, hf_config: Any) -> Any:
+        return with_label(hf_config, SCORE_LABEL)
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         if self.margin and np.isnan(_margins(plan)).all():

@@ -24,6 +24,7 @@ from fxtune.errors import ConfigError, DataError
 from fxtune.models import load as models
 from fxtune.models.end_tokens import end_tokens
 from fxtune.models.kinds.known import images_of, kind_of
+from fxtune.models.kinds.scorer import Scorer
 from fxtune.models.load import ModelConfig
 from fxtune.models.structure import image_arguments
 from fxtune.outputs.adapter import open_adapter, stored_dtype
@@ -31,6 +32,7 @@ from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput
 from fxtune.settle.images import image_processor
 from fxtune.training.answers import question_of
+from fxtune.training.run.about import TEXTS
 from fxtune.upstream.transformers import set_attention
 
 Write = Callable[[str], None]
@@ -64,10 +66,10 @@ def load_speakers(
     bounds = (output.config.get("data") or {}).get("image_tokens") or {}
     data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
     images = image_processor(source, data, tokenizer, hf_config)
-    if tuned is not None and not kind_of(tuned.config).writes:
-        raise ConfigError(
-            f"{output.folder} scores documents, and its base writes no answers to them. Leave --show out."
-        )
+    if tuned is not None and not (kind := kind_of(tuned.config)).writes:
+        scores = kind.head == Scorer.head
+        use = f"fxtune chat {output.folder} prints scores" if scores else "sentence-transformers loads it"
+        raise ConfigError(f"{output.folder} gives {kind.gives} and writes no answers: {use} (docs/companions.md).")
     if hasattr(tuned, "peft_config"):
         model = tuned.to(device).eval()
         speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
@@ -141,7 +143,7 @@ class Conversation:
         """The encoder that writes prompts by the chat template; None: the model continues plain text."""
         self.continues_text = ""
         """The reason why the model continues plain text; empty if it does not."""
-        if output.prompts_are_texts:
+        if output.about(TEXTS):
             self.continues_text = "The run has learned from plain texts, so the model continues your text."
         elif not (template or self.tokenizer.chat_template):
             self.continues_text = "The model has no chat template, so it continues your text."

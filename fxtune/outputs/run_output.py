@@ -23,7 +23,6 @@ from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, RUNS, holds_run, re
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
 from fxtune.system.files.atomic_files import json_or_empty
-from fxtune.training.run.about import TEXTS
 
 ADAPTER_FILE = "adapter_config.json"
 STEP = re.compile(r"step-(\d+)")
@@ -48,11 +47,9 @@ class RunOutput:
         """The run's config as plain data; empty without a run. Raises StorageError if it cannot be read."""
         return (read_config(self.run) if self.run else None) or {}
 
-    @property
-    def prompts_are_texts(self) -> bool:
-        """Whether the run has learned from prompts that no chat template wrote."""
-        # An early version of fxtune wrote no such file.
-        return self.run is not None and bool(json_or_empty(self.run / ABOUT).get(TEXTS))
+    def about(self, key: str) -> Any:
+        """An entry of the run's about.json; None if there is none."""
+        return json_or_empty(self.run / ABOUT).get(key) if self.run else None
 
 
 def find_output(name: str) -> RunOutput:

@@ -1,4 +1,4 @@
-"""A model that gives numbers to texts, as `fxtune chat` asks it: the shares of a text's classes, or a score."""
+"""A model that gives numbers to a text or to two, as `fxtune chat` asks it: the shares of classes, or a score."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 
 import torch
 
-from fxtune.models.kinds.scorer import Scorer
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.template_source import write_pair
+from fxtune.data.formats.registry import FORMATS
+from fxtune.errors import DataError
+from fxtune.models.kinds.scorer import RELEVANCE_LABEL, SCORE_LABEL, Scorer
 from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.run_output import RunOutput
+from fxtune.training.run.about import PAIRS, TEXTS
 
+PARTS = {"reward": ("a prompt", "an answer"), "ranking": ("a query", "a candidate")}
+"""The two texts that the models of an objective read."""
+LABELS = {SCORE_LABEL: "reward", RELEVANCE_LABEL: "ranking"}
+"""The objective of a model without a run: the label of its number tells it."""
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
@@ -35,6 +44,12 @@ class TextClassifier:
     def __init__(self, output: RunOutput, trust_remote_code: bool = False) -> None:
         model, self.tokenizer, *_ = load_tuned(output, trust_remote_code=trust_remote_code)
         self.model, config = model.eval(), model.config
+        self.data, self.are_texts, pairs = output.config.get("data") or {}, output.about(TEXTS), output.about(PAIRS)
+        named = (output.config.get("objective") or {}).get("name")
+        self.objective = named or LABELS.get(next(iter(config.id2label.values())), "")
+        self.parts = PARTS.get(self.objective) or (("a text",) if pairs is False else ("a text", "another text"))
+        """What the texts of a line are, with a tab between them."""
+        self.least = len(self.parts) if self.objective in PARTS or pairs else 1
         self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
         """The thresholds that an evaluation has chosen."""
         several = config.id2label.values() if config.problem_type == MULTI else ()
@@ -42,9 +57,13 @@ class TextClassifier:
         """The share from which on a text has a class. Empty if a text has one class, or a score."""
 
     @torch.inference_mode()
-    def read(self, text: str) -> dict[str, float]:
-        """The share of each class, the largest first; or the score of a text under the name of its label."""
-        ids = self.tokenizer(text, return_tensors="pt")["input_ids"].to(next(self.model.parameters()).device)
+    def read(self, line: str) -> dict[str, float]:
+        """The share of each class, the largest first; or the score of a line under the name of its label. Raises
+        DataError if the line has other texts than the model reads."""
+        texts = line.split("\t") if len(self.parts) > 1 else [line]
+        if not (self.least <= len(texts) <= len(self.parts) and all(map(str.strip, texts))):
+            raise DataError(f"the model reads two texts: write {', a tab and '.join(self.parts)} on one line")
+        ids = torch.tensor([self._ids(*texts)], device=next(self.model.parameters()).device)
         numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
         if config.problem_type == SINGLE:
             numbers = numbers.softmax(-1)
@@ -52,3 +71,21 @@ class TextClassifier:
             numbers = numbers.sigmoid()
         named = zip(config.id2label.values(), numbers.tolist(), strict=True)
         return dict(sorted(named, key=lambda pair: -pair[1]))
+
+    def _ids(self, *texts: str) -> list[int]:
+        """The tokens of the document that training makes of these texts."""
+        template, system, variables = map(self.data.get, ("chat_template", "system", "chat_template_kwargs"))
+        if self.objective == "ranking" and self.tokenizer.chat_template:
+            text, *_ = write_pair(self.tokenizer, system, *texts)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.objective != "reward":
+            return list(self.tokenizer(*texts)["input_ids"])
+        row: dict[str, Any] = {"text": "".join(texts)}
+        if not self.are_texts and (template or self.tokenizer.chat_template):
+            turns = zip(("user", "assistant"), texts, strict=True)
+            row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        encoder = Encoder(self.tokenizer, FORMATS[next(iter(row))], template, system, variables=variables)
+        (document,) = encoder.encode([row])
+        if not isinstance(document, Document):
+            raise DataError(f"the line cannot be written as in training: {document}")
+        return document.ids

@@ -54,7 +54,7 @@ from fxtune.training.rollouts.collector import Collector, make_collector, requir
 from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.run.about import describe_run, prompts_are_texts
+from fxtune.training.run.about import contents_of_rows, describe_run
 from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
 from fxtune.training.run.extension import require_extendable, schedule_of_run
@@ -152,10 +152,8 @@ class Trainer:
         if self.world.main:
             facts = environment.machine(torch.version.cuda, builder.facts.device_name)
             write_text(folder.path / environment.FILE, environment.lock(facts))
-            texts = prompts_are_texts(self.data.tables, builder.config.data)
-            folder.write(
-                ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, self.objective, texts)
-            )
+            time, contents = builder.config.data.template_time, contents_of_rows(self.data.tables, builder.config.data)
+            folder.write(ABOUT, describe_run(self.data, self.ends, time, self.objective, contents))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.language_model = self._proven_model(resume_check)

@@ -362,6 +362,23 @@ def test_documents_are_what_the_tokenizer_makes_of_the_texts(cwd):
     assert AutoTokenizer.from_pretrained("saved")("red", "blue")["input_ids"] == one + line + two
 
 
+def test_chat_of_a_classifier_of_two_texts_reads_both_from_a_line(cwd, monkeypatch, capsys):
+    draw = random.Random(2)
+    rows = [{"premise": text(draw), "hypothesis": text(draw), "label": number % 2} for number in range(20)]
+    write_jsonl(Path("rows.jsonl"), rows)
+    run("data.eval_fraction=0", "run.dir=pairs")
+    model = AutoModelForSequenceClassification.from_pretrained("pairs/model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained("pairs/model")
+    with torch.no_grad():
+        shares = model(tokenizer("red cat", "a dog", return_tensors="pt")["input_ids"]).logits[0].softmax(-1)
+    (said,) = shares_of("pairs", ["red cat\ta dog"], monkeypatch)
+    assert [said["labels"]["0"], said["labels"]["1"]] == pytest.approx(shares.tolist(), abs=1e-4)
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\n"))
+    assert main(["chat", "pairs"]) == 3
+    assert "a tab and" in " ".join(capsys.readouterr().err.split())
+
+
 def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):
     lines = [f"{text(random.Random(number))},{number % 2},{number}" for number in range(20)]
     Path("rows.csv").write_text("body,stars,id\n" + "\n".join(lines) + "\n")

@@ -204,6 +204,15 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(rows
     assert max(variant["loss"] for variant in variants) - min(variant["loss"] for variant in variants) < 1e-4
 
 
+def test_chat_says_how_an_embedding_model_is_used(rows, capsys):
+    train("run", "techniques.lora.enabled=false")
+    capsys.readouterr()
+    assert main(["chat", "run"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "sentence-transformers" in error
+    assert "show" not in error
+
+
 def test_dropout_is_the_same_in_both_passes(rows, monkeypatch):
     seen, vectors = [], VectorModel.vectors
 

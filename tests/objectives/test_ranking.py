@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -21,6 +22,7 @@ from fxtune.cli.main import main
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import LearnConfig
+from fxtune.errors import ConfigError
 from fxtune.objectives.ranking import Ranking, RankingLoss
 
 WORDS = ["red", "blue", "green", "cat", "dog", "house", "river", "tree"]
@@ -212,6 +214,36 @@ def test_scores_start_as_the_logits_of_two_words_in_a_template_of_pairs(cwd):
     plain = AutoModelForSequenceClassification.from_pretrained(builtin / "tiny", config=config, dtype=torch.float32)
     trained = PeftModel.from_pretrained(plain, "run/adapter").eval()
     assert after == pytest.approx(listwise(lambda ids: trained(ids).logits[0, 0], tokenizer, rows), abs=1e-5)
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_the_code_of_the_cards_and_chat_score_a_pair_alike(cwd, monkeypatch, capsys, template):
+    Path("pairs.jinja").write_text(TEMPLATE)
+    write_jsonl(Path("held.jsonl"), [{"query": "q", "positive": "a", "negative": "b"}])
+    words = ["data.system=null", *["data.chat_template=null"] * (not template), "techniques.lora.enabled=true"]
+    assert main([*JUDGES, *words, "run.dir=run"]) == 0
+    assert main(["merge", "run"]) == 0
+    said, scores = [], []
+    for folder in ("run/adapter", "run/merged"):
+        names: dict = {"query": "Where is it?", "candidate": "In the red house."}
+        for block in Path(folder, "README.md").read_text().split("```python\n")[1:]:
+            exec(block.split("```")[0].replace('folder = "."', f"folder = {folder!r}"), names)
+        scores.append(names["score"].item())
+        monkeypatch.setattr("sys.stdin", io.StringIO("Where is it?\tIn the red house.\n"))
+        assert main(["chat", folder, "--json", "said.json"]) == 0
+        said.append(json.loads(Path("said.json").read_text())["texts"][0]["labels"]["relevance"])
+    assert said[0] == pytest.approx(scores[0], abs=5e-2)  # chat reads the base in bfloat16, as it is stored
+    assert said[1] == pytest.approx(scores[1], abs=1e-3)
+    capsys.readouterr()
+    for line in ("Where is it?", "Where is it?\t", "a\tb\tc"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"a\tb\n{line}\n"))
+        assert main(["chat", "run"]) == 3
+        assert "line 2" in capsys.readouterr().err
+    assert main(["chat", "run", "--show", "base"]) == 2
+    with pytest.raises(ConfigError) as refused:
+        fxtune.Run("run").generate("hi")
+    assert "fxtune chat run/adapter" in str(refused.value)
+    assert "show" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,33 @@ def test_adapter_is_trained_further_and_others_are_refused(learned, monkeypatch,
     capsys.readouterr()
     assert main(["objective=reward", *words, "model.adapter=simpo/adapter", "run.dir=from_simpo"]) == 2
     assert "has no head that scores documents" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr("sys.stdin", io.StringIO("red cat please\n"))
-    assert main(["chat", "run", "--json", "said.json"]) == 0
-    assert json.loads(Path("said.json").read_text())["texts"][0]["labels"].keys() == {"score"}
+
+
+def chat_score(folder: str, line: str, monkeypatch) -> float:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n"))
+    assert main(["chat", folder, "--json", "said.json"]) == 0
+    return json.loads(Path("said.json").read_text())["texts"][0]["labels"]["score"]
+
+
+def test_chat_scores_a_prompt_and_an_answer_as_training_writes_them(learned, cwd, monkeypatch):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = learned / "run/merged"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    turns = [{"role": "user", "content": "Case 3"}, {"role": "assistant", "content": "the cat please"}]
+    ((score, _),) = plain_scores(model, AutoTokenizer.from_pretrained(folder), [{"chosen": turns, "rejected": turns}])
+    assert chat_score(str(folder), "Case 3\tthe cat please", monkeypatch) == pytest.approx(score, rel=1e-2)
+    texts = [{"prompt": f"Case {n}: ", "chosen": "the cat", "rejected": f"{WORDS[n % 9]} {n}"} for n in range(48)]
+    write_jsonl(Path("pairs.jsonl"), texts)
+    assert main(["objective=reward", *NARROW, "run.dir=texts"]) == 0
+    plain = AutoModelForSequenceClassification.from_pretrained("texts/model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained("texts/model")
+    with torch.no_grad():
+        ids = [*tokenizer("Case 3: the cat")["input_ids"], tokenizer.eos_token_id]
+        wanted = plain(torch.tensor([ids])).logits[0, 0].item()
+    assert chat_score("texts", "Case 3: \tthe cat", monkeypatch) == pytest.approx(wanted, abs=1e-4)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Case 3\n"))
+    assert main(["chat", "texts"]) == 3
 
 
 def train(run: str, *words: str) -> list[tuple[float, ...]]:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fxtune.models.kinds.decoder import layer_lists
 from fxtune.models.kinds.embedder import Embedder
-from fxtune.models.kinds.scorer import CLASSIFIER_USE, SCORE_LABEL, Scorer, active
+from fxtune.models.kinds.scorer import Scorer, active
 
 HEAD = ("classifier.", "head.", "dense.", "bert.pooler.")
 """Beginnings of the names of a head's weights. A base may lack them."""
@@ -130,15 +130,13 @@ class EncoderScorer(Scorer, Encoder):
 
     task_tells_head = False
     pads_by_token = False
+    score_use = USE
     read_tokenizer = Encoder.read_tokenizer
     unused_weights = Encoder.unused_weights
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
         known = self.classes.get(config.model_type)
         return super().takes(config, own_code) and known in (config.architectures or ())
-
-    def use(self, labels: list[str]) -> str:
-        return USE if labels == [SCORE_LABEL] else CLASSIFIER_USE
 
     def head_of(self, model: Any) -> nn.Module | None:
         head: Any = model

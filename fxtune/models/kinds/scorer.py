@@ -10,6 +10,7 @@ document.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder, OtherHead
 
 SCORE = "score.weight"
-SCORE_LABEL = "score"
-"""The label of a head with one number."""
+SCORE_LABEL, RELEVANCE_LABEL, NUMBER_LABEL = "score", "relevance", "number"
+"""Labels of a head with one number: of a reward model, of a reranker, and of a classifier that learned a number."""
 SCORE_WORDS = "score_words"
 """The entry of a config that names the two words of objective.words. build() reads it and takes it out."""
 LM_HEADS = ("lm_head.", "embed_out.")
@@ -37,6 +38,19 @@ text = tokenizer.apply_chat_template(messages, tokenize=False)  # or plain text,
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pad_token
 ```"""
+
+RERANKER_USE = """It scores how well a candidate answers a query: the best candidate of a query has the highest score.
+
+```python
+if tokenizer.chat_template:  # data.system of the run, if it had one, is a message of the role `system` before them
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": candidate}]
+    inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")
+else:
+    inputs = tokenizer(query, candidate, return_tensors="pt")
+score = model(input_ids=inputs["input_ids"]).logits[0, 0]  # several rows: with padding and attention_mask
+```
+
+A whole model is a CrossEncoder of sentence-transformers, too, whose `predict` gives the sigmoid of the score."""
 
 CLASSIFIER_USE = """It gives a text a number for each class; `model.config.id2label` names them.
 
@@ -60,6 +74,7 @@ class Scorer(OtherHead):
     auto_class = "AutoModelForSequenceClassification"
     mapping = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
     pipeline_tag = "text-classification"
+    score_use = USE
 
     def why_not(self, family: str) -> str:
         return f"for which transformers has no head that scores documents ({self.auto_class})"
@@ -84,7 +99,7 @@ class Scorer(OtherHead):
         return tokenizer
 
     def use(self, labels: list[str]) -> str:
-        return USE if labels == [SCORE_LABEL] else CLASSIFIER_USE
+        return {SCORE_LABEL: self.score_use, RELEVANCE_LABEL: RERANKER_USE}.get(" ".join(labels), CLASSIFIER_USE)
 
     def head_of(self, model: Any) -> nn.Module | None:
         return getattr(model, "score", None)
@@ -105,6 +120,13 @@ class Scorer(OtherHead):
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         return [name for name in unexpected if name.startswith(LM_HEADS)]
+
+
+def with_label(config: Any, label: str) -> Any:
+    """A copy of `config`, of a model with one number, that gives the number this label."""
+    config = copy.deepcopy(config)
+    config.id2label, config.label2id = {0: label}, {label: 0}
+    return config
 
 
 def active(module: Any) -> Any:

@@ -17,7 +17,7 @@ from fxtune.checkpoint.run_folder import OBJECTIVE, TEMPLATE_TIME
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.formats.row_format import LearnConfig, PlainText, Preference
+from fxtune.data.formats.row_format import Content, Labelled, LearnConfig, PlainText, Preference
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import UserError
@@ -28,22 +28,24 @@ ENDS = "end_tokens"
 """The key in about.json for the tokens with which answers of the data end."""
 TEXTS = "prompts_are_texts"
 """The key in about.json that says whether all prompts of the data are plain texts, without a chat template."""
+PAIRS = "rows_are_pairs"
+"""The key in about.json that says whether all rows of the data are two texts with a label."""
 BINS = 12
 """The number of ranges in the histogram of document lengths."""
 
 
 def describe_run(
-    data: PreparedData, ends: list[int], template_time: str | None, objective: Objective, texts: bool = False
+    data: PreparedData, ends: list[int], template_time: str | None, objective: Objective, contents: dict[str, bool]
 ) -> dict[str, Any]:
     """The values of about.json. Lengths are in tokens. `ends`: learned_ends() of the data. `template_time`: see
-    DataConfig. `objective`: with what it takes from the data. `texts`: prompts_are_texts() of the data."""
+    DataConfig. `objective`: with what it takes from the data. `contents`: contents_of_rows() of the data."""
     return {
         "command": _command(),
         "fxtune": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
         ENDS: ends,
-        TEXTS: texts,
+        **contents,
         TEMPLATE_TIME: template_time,
         OBJECTIVE: objective.from_rows(),
         "training": _describe(data.training),
@@ -51,22 +53,25 @@ def describe_run(
     }
 
 
-def prompts_are_texts(tables: Sequence[TokenTable], data: DataConfig) -> bool:
-    """Whether the first row of each source has a prompt that is a plain text, without a chat template."""
+def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str, bool]:
+    """The values of TEXTS and PAIRS, as the first row of each source has them."""
 
-    def is_text(source: SourceConfig, table: TokenTable) -> bool:
-        if table.format.needs_template or table.format.name in ("text", "tokens"):
-            return False
+    def first(source: SourceConfig, table: TokenTable) -> Content | None:
         row = None
+        if table.format.needs_template or table.format.name in ("text", "tokens"):
+            return None
         with suppress(UserError, OSError):  # the file may be gone, because the tokens are cached
             row = next(usable_rows(source, table, data), None)
         if row is None:
-            return False
+            return None
         content = table.format.read(row.value or {}, LearnConfig(), source.unused)
-        first = content.answers[0] if isinstance(content, Preference) else content
-        return isinstance(first, PlainText)
+        return content.answers[0] if isinstance(content, Preference) else content
 
-    return all(is_text(source, table) for source, table in zip(data.sources, tables, strict=True))
+    contents = [first(source, table) for source, table in zip(data.sources, tables, strict=True)]
+    return {
+        TEXTS: all(isinstance(content, PlainText) for content in contents),
+        PAIRS: all(isinstance(row, Labelled) and getattr(row.content, "second", None) for row in contents),
+    }
 
 
 def _describe(plan: Plan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def test_it_has_the_command_and_the_data(narrow, build, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/fxtune", "+recipe=a b", "tracking.wandb.api_key=secret"])
     narrow.data.eval_fraction = 0.2
     data = build(narrow).data
-    found = json.loads(json.dumps(describe_run(data, [3], None, CausalLM())))
+    found = json.loads(json.dumps(describe_run(data, [3], None, CausalLM(), {})))
     assert found["command"].startswith("fxtune '+recipe=a b'")
     assert "secret" not in found["command"]
     (lengths,) = found["training"]["lengths"]
@@ -28,4 +28,4 @@ def test_it_has_the_command_and_the_data(narrow, build, monkeypatch):
 
 def test_a_program_of_the_user_is_no_command(narrow, build, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mine.py", "--token=secret"])
-    assert describe_run(build(narrow).data, [], None, CausalLM())["command"] is None
+    assert describe_run(build(narrow).data, [], None, CausalLM(), {})["command"] is None

@@ -55,11 +55,9 @@ def run(
     if tool not in TOOLS:
         raise ConfigError(f"{file} is no config of {', '.join(TOOLS)} that fxtune knows. Is it one? Say --tool NAME.")
     kept = {key: value for key, value in values.items() if key not in left_out}
-    account = read(TOOLS[tool], kept, gpus=gpus, file=file, method=method)
+    account = read(TOOLS[tool], kept, gpus=gpus, file=file, method=method, data=data or "")
     if model:
         account.set("model.path", model, "model_name_or_path")
-    if data:
-        account.set("data.sources", [{"path": data}], "dataset")
     for key in left_out:
         account.differ(f"{key}={values[key]} is left out")
     rows = [[entry.key, entry.fate.value, entry.text] for entry in account.shown() if entry.text != "not set"]

@@ -16,7 +16,9 @@ from fxtune.config import compose, discovery
 from fxtune.config.needs import NEEDS
 from fxtune.config.overrides import ChoiceKind, unquoted
 from fxtune.config.root import Config
+from fxtune.data.batches.packing import packing_pattern
 from fxtune.data.batches.segments import Side, is_on_side
+from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import SourceConfig
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.table import TokenTable
@@ -153,18 +155,24 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     tokens, answers = float(np.diff(table.by_group.offsets).mean()), len(rows.format.answers) or 1
     found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(tokens * rows.count):,} tokens")
     epochs = found.keys["train.epochs"] or 1
-    packed = max(1.0, found.keys["data.sequence_length"] / tokens)
+    lengths, capacity = np.diff(table.by_group.offsets), found.keys["data.sequence_length"]
+    if answers > 1:  # a packed row has the prompt of a pair once (data.share_prompts)
+        lengths = lengths - np.add.reduceat(shared_tokens(table), table.groups[:-1])
+    full, rest = np.divmod(lengths, capacity)
+    packed = max(1.0, len(lengths) / (full.sum() + len(packing_pattern(rest[rest > 0], capacity)[1]) - 1))
+    count = rows.count * (1 - float(found.keys.get("data.eval_fraction") or 0))
     # Without packing a micro-batch is a multiple of a group's documents, and groups differ in size.
-    if len(table.by_group) * answers == len(table) and epochs * rows.count < STEPS * packed:
+    if len(table.by_group) * answers == len(table) and epochs * count < STEPS * packed:
         found.set("data.packing", False, f"a document a row: packed rows would give fewer than {STEPS} steps")
-    packed = 1.0 if found.keys.get("data.packing") is False else packed
+    if found.keys.get("data.packing") is False:  # each document of a group has a row
+        packed = len(table.by_group) / len(table)
     documents = 32
     least = LEAST_QUERIES if rows.format.is_compared else answers
-    while documents > least and epochs * rows.count / documents < STEPS:
+    while documents > least and epochs * count / documents < STEPS:
         documents //= 2
     rounded = np.ceil if rows.format.is_compared else np.floor
     batch = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
-    steps = int(epochs * rows.count / packed / batch)
+    steps = int(epochs * count / packed / batch)
     found.set(
         "train.global_batch_size",
         batch,

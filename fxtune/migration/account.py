@@ -22,6 +22,12 @@ from fxtune.errors import ConfigError, did_you_mean
 
 UNSET: tuple[Any, ...] = (None, "", [], {})
 KINDS = ("to", "without", "differs", "refused")
+ROWS = (
+    *("dataset", "pretraining_dataset", "interleave_probs", "max_samples"),
+    *("dataset_text_field", "dataset_config", "dataset_train_split", "dataset_test_split"),
+)
+EVAL_ROWS = ("eval_dataset", "test_datasets", "val_dataset", "validation_file")
+"""The keys that name rows to train on or a part of them, and rows to evaluate on."""
 OFF = (False, 0, "no", "none", "None")
 
 
@@ -79,12 +85,19 @@ class Account:
     file: Path = Path()
     method: str = "sft"
     """The method of training. TRL has it in the command, not in the file."""
+    data: str = ""
+    """A file of rows that replaces the config's rows; empty: the config's rows stay."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """{key of fxtune with dots: value}."""
     entries: dict[str, Entry] = field(default_factory=dict)
     """{the tool's name of a key: the entry}, also for keys that the config does not set."""
     differences: list[str] = field(default_factory=list)
     """A sentence for each difference between training by the recipe and by the other tool."""
+
+    @property
+    def objective(self) -> Slot:
+        """The section `objective` of the recipe so far."""
+        return Slot(Config).fields["objective"].chosen({"name": self.recipe.get("objective", "causal_lm")})
 
     def own(self, name: str) -> str:
         """The tool's own name of a key."""
@@ -143,8 +156,7 @@ class Account:
             target, _, choices = word.partition(":")
             if target in self.recipe and not self.has(name):
                 return None  # another key has decided, and this value is only a default
-            objective = Slot(Config).fields["objective"].chosen({"name": self.recipe.get("objective", "causal_lm")})
-            is_read = target.removeprefix("objective.") in (target, *objective.fields)
+            is_read = target.removeprefix("objective.") in (target, *self.objective.fields)
             if not is_read and not ("objective" in self.recipe and self.has(name)):
                 return self.note("nothing reads it without an objective that does", name)
             self.set(target, choices.split("|")[bool(value)] if choices else self.word(name), name)
@@ -191,11 +203,26 @@ def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
                 account.entries[key] = Entry(key, config[key], Fate.refused, why)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{account.file}: a value is none that {tool.name} takes: {error}") from error
+    if account.data:
+        _replace_rows(account)
     if not account.recipe.keys() & {"data.eval_fraction", "data.eval_sources"}:
         account.note("nothing is held out", *(["eval_steps"] if account.recipe.pop("train.eval_every", 0) else []))
     elif not account.get("load_best_model_at_end"):
         account.differ("the weights of the lowest held-out loss are exported (run.export=last: of the end)")
     return account
+
+
+def _replace_rows(account: Account) -> None:
+    """Train on the rows of `account.data`, and hold out a share of them if the config has rows to evaluate on."""
+    own = {*map(account.own, (*ROWS, *EVAL_ROWS))}
+    account.differences = [line for line in account.differences if line.split()[0].rstrip(":") not in own]
+    evaluates = "data.eval_sources" in account.recipe or any(map(account.has, EVAL_ROWS))
+    account.note("--data replaces it", *ROWS, *EVAL_ROWS)
+    account.set("data.sources", [{"path": account.data}], "dataset")
+    if evaluates:
+        account.recipe.pop("data.eval_sources", None)
+        account.set("data.eval_fraction", 0.05)
+        account.differ("--data also replaces the rows to evaluate on: 5 % of its own rows are held out")
 
 
 def convert(target: str, value: Any) -> Any:

@@ -84,7 +84,7 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
     elif kind is not None and "objective" not in account.recipe and not re.fullmatch(CHATS, str(kind)):
         raise ValueError(f"rows of type {kind}. Write chats: {{messages: [{{role, content}}]}}")
     elif str(kind).startswith("alpaca"):
-        account.differ("alpaca: rows become chats of the tokenizer's template, without the texts `### Instruction:`")
+        account.differ("datasets: alpaca rows become chats in the tokenizer's template, without `### Instruction:`")
     if left:
         raise ValueError(f"not translated of {source['path']}: {', '.join(left)}")
     return source

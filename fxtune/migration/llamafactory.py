@@ -22,6 +22,9 @@ def decide(account: Account) -> None:
             account.set("objective.loss_type", "hinge", "pref_loss")
     elif stage not in ("sft", "pt"):
         account.set("objective", account.word("stage"), "stage")
+    packing = account.get("neat_packing") or (account.get("packing") if account.has("packing") else stage == "pt")
+    # LLaMA-Factory reads the keys of packing in these stages alone.
+    account.set("data.packing", packing and stage in ("sft", "pt"), "packing", "neat_packing")
     shared.trainer(account, account.get("finetuning_type", "lora"))
     shared.rows(account, "data.sources", "dataset", _source)
     shared.rows(account, "data.eval_sources", "eval_dataset", _source)
@@ -30,8 +33,6 @@ def decide(account: Account) -> None:
         for entry, share in zip(sources, shares, strict=False):
             entry["weight"] = float(share)
         account.differ("interleave_probs count rows, and the weights of sources supervised tokens")
-    packing = account.get("neat_packing") or (account.get("packing") if account.has("packing") else stage == "pt")
-    account.set("data.packing", packing, "packing", "neat_packing")
     account.set("data.on_long", {"pt": "split", "sft": "drop"}.get(stage, "truncate"))
     if stage == "sft":
         account.differ("documents longer than cutoff_len are left out, where LLaMA-Factory cuts them (data.on_long)")

@@ -19,6 +19,7 @@ def decide(account: Account) -> None:
     account.set("techniques", ["lora", "fast"])
     account.set("train.epochs", given.pop("n_epochs", 3), "method")
     account.set("train.global_batch_size", given.pop("batch_size", 8), "method")
+    account.differ("batch_size counts examples, and a row of a step has as many as fit (data.packing)")
     account.set("optimizer.lr", "auto")
     if kind == "dpo":
         account.set("objective", "dpo", "method")

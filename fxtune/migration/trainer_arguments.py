@@ -35,11 +35,17 @@ def trainer(account: Account, kind: str) -> None:
     cards, rows = max(1, account.gpus // int(account.get("context_parallel_size") or 1)), int(account.get(micro))
     times = account.get(accumulate, 1)
     times = max(1, math.ceil(16 / rows / account.gpus)) if times == "auto" else int(times)  # ms-swift's default
-    account.set("train.micro_batch_size", rows, micro)
-    account.set("train.global_batch_size", rows * times * cards, accumulate, micro)
+    pairs, packs = account.objective.kind.needs.are_pairs, account.recipe.get("data.packing", account.get("packing"))
+    each = 2 if pairs and not packs else 1  # without packing each answer of a pair has a row
+    account.set("train.micro_batch_size", each * rows, micro)
+    account.set("train.global_batch_size", each * rows * times * cards, accumulate, micro)
+    noun = "rows" if not pairs else "rows, each of the pairs that fit," if packs else "pairs of 2 rows each"
     account.differ(
-        f"a step has {rows} x {times} x {cards} rows: of a card, accumulated, cards (--gpus N says how many)"
+        f"a step has {rows} x {times} x {cards} {noun}: of a card, accumulated, cards (--gpus N says how many)"
     )
+    looks = float(account.get("evals_per_epoch") or account.get("eval_strategy") == "epoch")
+    if looks and account.get("early_stopping_patience"):
+        account.differ(f"patience counts {looks:g} evaluations an epoch; here 20 a run, or by train.eval_every")
     if float(account.get("max_steps", 0)) > 0:
         account.note("max_steps decides", "num_train_epochs")
     # The optimizer and its rate.

@@ -275,7 +275,7 @@ def test_a_key_that_trains_otherwise_here_is_a_difference(folder, tool, changes,
         ("axolotl", {"reward_model": True}, {"objective": "reward", "objective.center": 0}),
         ("axolotl", {"val_set_size": 0, "eval_steps": 5}, {"train.eval_every": None}),
         ("llamafactory", {"pref_beta": None}, {"objective.beta": 0.1, "objective.gamma": 0.5}),
-        ("llamafactory", {"per_device_train_batch_size": None}, {"train.micro_batch_size": 8}),
+        ("llamafactory", {"per_device_train_batch_size": None}, {"train.micro_batch_size": 16}),
         ("llamafactory", {"stage": "sft", "neat_packing": True}, {"data.packing": True, "objective.beta": None}),
         ("llamafactory", {"freeze_vision_tower": False}, {"techniques.lora.vision": True}),
         (
@@ -297,6 +297,89 @@ def test_what_the_tool_does_by_default_is_done_here(folder, tool, changes, expec
     recipe = found["recipe"]
     assert code == 0
     assert {key: recipe.get(key) for key in expected} == expected
+
+
+PAIRS = {"train.micro_batch_size": 4, "train.global_batch_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("tool", "method", "changes", "expected"),
+    [
+        ("trl", "dpo", {}, PAIRS),
+        ("trl", "reward", {}, PAIRS),
+        ("trl", "kto", {}, {"train.micro_batch_size": 2, "train.global_batch_size": 16}),
+        ("llamafactory", "", {"stage": "dpo", "packing": True}, PAIRS | {"data.packing": False}),
+        ("llamafactory", "", {"stage": "rm"}, PAIRS),
+        ("llamafactory", "", {"stage": "kto"}, {"train.global_batch_size": 16}),
+        ("llamafactory", "", {"stage": "sft"}, {"train.global_batch_size": 16}),
+        ("swift", "", {"rlhf_type": "orpo"}, PAIRS),
+        ("swift", "", {"rlhf_type": "dpo", "packing": True}, {"train.global_batch_size": 16, "data.packing": True}),
+    ],
+)
+def test_a_step_has_the_pairs_of_the_other_tool(folder, tool, method, changes, expected):
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    own = CONFIGS[tool] | {
+        "load_in_8bit": False,
+        "loss_type": None,
+        "pref_loss": None,
+        "pref_beta": None,
+        "beta": None,
+    }
+    file = folder / "pairs.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in (own | batch | changes).items() if value}))
+    method_words = ["--method", method] if method else []
+    assert main(["import", str(file), "--tool", tool, *method_words, "--json", "out.json"]) == 0
+    found = json.loads((folder / "out.json").read_text())
+    assert {key: found["recipe"].get(key) for key in expected} == expected
+    learns_pairs = expected is PAIRS or "data.packing" in expected
+    assert any("pairs" in line for line in found["differences"] if line.startswith("a step")) is learns_pairs
+
+
+def test_a_pair_a_card_is_a_recipe_that_runs(folder):
+    rows = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = {"per_device_train_batch_size": 1, "val_size": None, "report_to": None, "bf16": None}
+    (folder / "one.yaml").write_text(yaml.safe_dump(FACTORY | changes))
+    assert main(["import", "one.yaml", "--model", "builtin:tiny", "--data", "rows.jsonl"]) == 0
+    assert main(["preview", "+recipe=one"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes"),
+    [
+        ("axolotl", {"val_set_size": None, "test_datasets": [{"path": "old.jsonl", "type": "chat_template"}]}),
+        ("llamafactory", {"val_size": None, "eval_dataset": "no_such_entry"}),
+        ("trl", {"load_in_8bit": False, "eval_strategy": "steps", "dataset_test_split": "old"}),
+        ("swift", {"val_dataset": ["old.jsonl"]}),
+        ("openai", {"validation_file": "old.jsonl"}),
+    ],
+)
+def test_other_data_also_replace_the_rows_to_evaluate_on(folder, tool, changes):
+    changes |= {} if tool == "openai" else {"eval_steps": 50}
+    file = folder / f"{tool}.yaml"
+    file.write_text(yaml.safe_dump(CONFIGS[tool] | changes))
+    words = ["import", str(file), *OPTIONS.get(tool, []), "--data", "new.jsonl", "--json", "out.json"]
+    assert main(words) == 0
+    found = json.loads((folder / "out.json").read_text())
+    config = load([f"+recipe={tool}"])
+    assert [source.path for source in config.data.sources] == ["new.jsonl"]
+    assert (config.data.eval_sources, config.data.eval_fraction > 0) == ([], True)
+    assert config.train.eval_every == changes.get("eval_steps", 0)
+    assert any("--data" in line for line in found["differences"])
+    assert "old" not in str(found["recipe"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes"),
+    [
+        ("axolotl", {"evals_per_epoch": 4, "early_stopping_patience": 3}),
+        ("llamafactory", {"eval_strategy": "epoch", "early_stopping_steps": 3}),
+    ],
+)
+def test_patience_that_counts_evaluations_of_an_epoch_is_a_difference(folder, tool, changes):
+    _, found = imported(folder, tool, **changes)
+    assert found["recipe"]["train.stop.patience"] == 3
+    assert any("train.eval_every" in line for line in found["differences"])
 
 
 def test_an_odd_value_is_one_message(folder, capsys):

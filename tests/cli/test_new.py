@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,25 @@ def test_a_chosen_objective_reads_the_rows_in_its_format():
     config = load(["+recipe=mine"])
     assert (config.objective.name, config.data.sources[0].format) == ("classification", "labelled")
     assert config.data.questions.path is None
+
+
+def test_judgments_in_words_name_the_objective_that_learns_judgments(capfd):
+    rows = [{"prompt": q, "completion": a, "label": ("bad", "good")[n % 2]} for n, (q, a) in enumerate(ASKED)]
+    jsonl("words.jsonl", rows)
+    assert main(["new", "mine", "--data", "words.jsonl"]) == 3
+    message = capfd.readouterr().err
+    assert all(word in message for word in ("objective=kto", "true", "false"))
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_steps_of_pairs_are_near_the_steps_of_the_run(packing, capfd):
+    """The run has the prompt of a packed pair once, and each answer of an unpacked pair in a row."""
+    FILES["pairs.jsonl"]("pairs.jsonl")
+    assert main(["new", "mine", "--data", "pairs.jsonl", f"data.packing={packing}"]) == 0
+    (said,) = re.findall(r"([\d,]+) steps$", Path("recipes/mine.yaml").read_text(), re.MULTILINE)
+    assert main(["preview", "+recipe=mine", "--json", "out.json"]) in (0, None)
+    steps = json.loads(Path("out.json").read_text())["summary"]["steps"]
+    assert abs(int(said.replace(",", "")) - steps) <= 0.1 * steps
 
 
 def test_few_pairs_have_both_answers_in_a_micro_batch():

@@ -90,7 +90,7 @@ class Coverage:
             if any(isinstance(row[column], list) and _is_of_numbers(row[column]) for column in unknown):
                 fault += " (`train: false` in a message says that it is not learned)"
             if {"label", "labels"}.issuperset(lost):
-                fault += " (objective=classification learns it)"
+                fault += " (objective=classification learns it, objective=kto true or false for a good or bad answer)"
             raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(

@@ -189,8 +189,7 @@ def without_dropout(model: nn.Module) -> AbstractContextManager[None]:
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Set the training flag, which switches dropout, and restore the flag and the random state afterwards."""
     was_training = model.training
-    device = device_of(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices={weight.device for weight in model.parameters() if weight.is_cuda}):
         model.train(training)
         try:
             yield

@@ -100,6 +100,8 @@ class Lengths:
     """The number of distinct images, and of their features."""
     assumed: str = ""
     """The assumption about images, if the data is not here; empty: no assumption."""
+    group: int = 1
+    """Rows that must be in one micro-batch: the documents of a group without packing."""
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
@@ -259,7 +261,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         feature_bytes,
         own * of_images,
         assumed.assumed,
-        list(few_steps(train, steps, rows)) if lengths else [],
+        list(few_steps(train, steps, rows, lengths.group)) if lengths else [],
     )
 
 
@@ -372,6 +374,7 @@ def count_tokens(config: Config) -> Lengths | str:
         fullest,
         int(sum(table.embedded_bytes for table in prepared.tables) * scale),
         (int(sum(len(first) for first, *_ in distinct) * scale), int(sum(ends[-1] for *_, ends in distinct) * scale)),
+        group=plan.stream.rows_of_group,
     )
 
 

@@ -33,6 +33,12 @@ def test_too_few_steps_are_named_with_what_gives_more(micro, rows, epochs, epoch
     assert line.startswith(f"{steps} step")
 
 
+def test_pairs_of_two_rows_stay_together():
+    (line,) = few_steps(TrainConfig(micro_batch_size=2, global_batch_size=16), 15, 240, group=2)
+    assert "global_batch_size=2 gives 120 steps" in line
+    assert "micro_batch_size" not in line
+
+
 def test_enough_steps_and_a_chosen_number_are_not_spoken_of():
     assert not list(few_steps(TrainConfig(global_batch_size=4), 87, 347))
     assert not list(few_steps(TrainConfig(global_batch_size=16, max_steps=2), 2, 32))

@@ -22,7 +22,8 @@ EPOCHS = 4
 
 def few_steps(train: TrainConfig, steps: int | None, epoch_rows: float, group: int = 1) -> Iterator[str]:
     """Yield a line if `steps` are too few to learn from. `epoch_rows`: the rows of the run's data; `group`: how many
-    of them must be in one micro-batch, such as the two rows of a pair without packing. Yields nothing if the user chose the number of steps (train.max_steps) or a batch that grows."""
+    of them must be in one micro-batch, such as the two rows of a pair without packing. Yields nothing if the user
+    chose the number of steps (train.max_steps) or a batch that grows."""
     if steps is None or steps >= FEW or train.max_steps is not None or train.batch_ramp:
         return
     epochs, rows = train.epochs or 1.0, train.global_batch_size

@@ -212,9 +212,9 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
 def _values(node: Any) -> Any:
     """The values of a config as a recipe has them, and the values of fields that a user has misspelled."""
     if dataclasses.is_dataclass(node):
-        names = {field.name for field in dataclasses.fields(node)}
+        names = [field.name for field in dataclasses.fields(node)]
         if added := [name for name in vars(node) if name not in names]:
-            names.update(set(added) - set(vars(type(node)())))  # type: ignore[misc]
+            names += [name for name in added if name not in vars(type(node)())]  # type: ignore[misc]
         return {name: _values(getattr(node, name)) for name in names}
     if isinstance(node, dict):
         return {key: _values(value) for key, value in node.items()}

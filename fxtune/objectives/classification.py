@@ -29,7 +29,7 @@ from fxtune.data.config import DataConfig
 from fxtune.data.formats.labelled import NUMBER, classes_of
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.scorer import NUMBER_LABEL, SCORE_LABEL
+from fxtune.models.kinds.scorer import NUMBER_LABEL, RELEVANCE_LABEL, SCORE_LABEL
 from fxtune.objectives.base import GroupLosses, GroupObjective, Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
@@ -156,7 +156,7 @@ class Classification(GroupObjective):
 
     def configured(self, hf_config: Any) -> Any:
         present = list(hf_config.id2label.values())
-        if present not in ([SCORE_LABEL], self.labels):
+        if present not in ([SCORE_LABEL], [RELEVANCE_LABEL], [NUMBER_LABEL], self.labels):
             raise ConfigError(
                 f"model.path: its head has the labels {_list(present)}, and the rows {_list(self.labels)}. Set "
                 "objective.labels to the model's labels in their order, or use a model without this head."

@@ -10,7 +10,7 @@ import torch
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.chat.template_source import write_pair
 from fxtune.data.formats.registry import FORMATS
-from fxtune.errors import DataError
+from fxtune.errors import ConfigError, DataError
 from fxtune.models.kinds.scorer import RELEVANCE_LABEL, SCORE_LABEL, Scorer
 from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
@@ -20,8 +20,6 @@ from fxtune.training.run.about import PAIRS, TEXTS
 
 PARTS = {"reward": ("a prompt", "an answer"), "ranking": ("a query", "a candidate")}
 """The two texts that the models of an objective read."""
-LABELS = {SCORE_LABEL: "reward", RELEVANCE_LABEL: "ranking"}
-"""The objective of a model without a run: the label of its number tells it."""
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
@@ -45,11 +43,13 @@ class TextClassifier:
         model, self.tokenizer, *_ = load_tuned(output, trust_remote_code=trust_remote_code)
         self.model, config = model.eval(), model.config
         self.data, self.are_texts, pairs = output.config.get("data") or {}, output.about(TEXTS), output.about(PAIRS)
-        named = (output.config.get("objective") or {}).get("name")
-        self.objective = named or LABELS.get(next(iter(config.id2label.values())), "")
-        self.parts = PARTS.get(self.objective) or (("a text",) if pairs is False else ("a text", "another text"))
+        if output.run is None and {*config.id2label.values()} & {SCORE_LABEL, RELEVANCE_LABEL}:
+            raise ConfigError(
+                f"{output.folder} lies in no run, and its run says how it reads two texts: name the run or RUN/merged."
+            )
+        self.objective = (output.config.get("objective") or {}).get("name", "")
+        self.parts = PARTS.get(self.objective) or ("a text", *["another text"] * bool(pairs))
         """What the texts of a line are, with a tab between them."""
-        self.least = len(self.parts) if self.objective in PARTS or pairs else 1
         self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
         """The thresholds that an evaluation has chosen."""
         several = config.id2label.values() if config.problem_type == MULTI else ()
@@ -61,7 +61,7 @@ class TextClassifier:
         """The share of each class, the largest first; or the score of a line under the name of its label. Raises
         DataError if the line has other texts than the model reads."""
         texts = line.split("\t") if len(self.parts) > 1 else [line]
-        if not (self.least <= len(texts) <= len(self.parts) and all(map(str.strip, texts))):
+        if len(texts) != len(self.parts) or not all(map(str.strip, texts)):
             raise DataError(f"the model reads two texts: write {', a tab and '.join(self.parts)} on one line")
         ids = torch.tensor([self._ids(*texts)], device=next(self.model.parameters()).device)
         numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
@@ -73,7 +73,7 @@ class TextClassifier:
         return dict(sorted(named, key=lambda pair: -pair[1]))
 
     def _ids(self, *texts: str) -> list[int]:
-        """The tokens of the document that training makes of these texts."""
+        """The tokens of these texts: of a classifier as its tokenizer writes a text or two, else as training does."""
         template, system, variables = map(self.data.get, ("chat_template", "system", "chat_template_kwargs"))
         if self.objective == "ranking" and self.tokenizer.chat_template:
             text, *_ = write_pair(self.tokenizer, system, *texts)

@@ -308,6 +308,7 @@ def test_kernel_with_wrong_products_is_rejected(quack, tmp_path):
 )
 def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reason):
     assert gemm_backend.refusal(H200) is None
+    assert gemm_backend.refusal(replace(H200, micro_batch_size=1)) is None, "a head of 4,096 rows, and experts"
     assert reason in gemm_backend.refusal(facts)
     facts = replace(
         facts,

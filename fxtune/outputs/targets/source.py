@@ -102,7 +102,9 @@ class Source:
         if kind_of(self.hf_config).images:
             return []
         try:
-            return load_questions(replace(self.data, questions=asked), self.tokenizer, skips=skips)
+            found = load_questions(replace(self.data, questions=asked), self.tokenizer, skips=skips)
+            self.unasked = self.unasked if found else f"there are no questions: the first {ROWS} rows are bad"
+            return found
         except UserError as error:  # data that moved, or rows of plain text
             self.unasked = f"there are no questions: {error}"
             return []

@@ -16,7 +16,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels import grouped_matmul
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
-from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
+from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_LOGIT_ROWS, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.models.dims import Shape
 from fxtune.system.machine.host import cache_home
 from fxtune.system.process.profiler import observe_operators
@@ -55,9 +55,9 @@ def refusal(facts: Facts) -> str | None:
     # Beside experts in fp8, small linears keep 16 bits. `experts=auto` may still become `on`.
     if quantize.enabled and (quantize.experts is Switch.off or shape.expert_count < 2):
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
-    if tokens and tokens < MIN_ROWS:
+    if tokens and tokens < MIN_LOGIT_ROWS:
         return (
-            f"it is for micro-batches of {MIN_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
+            f"it is for micro-batches of {MIN_LOGIT_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
             "train.micro_batch_size or data.sequence_length"
         )
     if min(sizes) < MIN_SIZE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,8 @@ def test_the_code_of_the_cards_and_chat_score_a_pair_alike(cwd, monkeypatch, cap
         assert main(["chat", "run"]) == 3
         assert "line 2" in capsys.readouterr().err
     assert main(["chat", "run", "--show", "base"]) == 2
+    shutil.copytree("run/merged", "elsewhere")
+    assert main(["chat", "elsewhere"]) == 2, "how its texts are written is not known"
     with pytest.raises(ConfigError) as refused:
         fxtune.Run("run").generate("hi")
     assert "fxtune chat run/adapter" in str(refused.value)

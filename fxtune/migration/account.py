@@ -222,7 +222,7 @@ def _replace_rows(account: Account) -> None:
     if evaluates:
         account.recipe.pop("data.eval_sources", None)
         account.set("data.eval_fraction", 0.05)
-        account.differ("--data also replaces the rows to evaluate on: 5 % of its own rows are held out")
+        account.differ("--data also replaces the rows to evaluate on: 5 % of the rows of --data are held out")
 
 
 def convert(target: str, value: Any) -> Any:

@@ -103,7 +103,8 @@ class Source:
             return []
         try:
             found = load_questions(replace(self.data, questions=asked), self.tokenizer, skips=skips)
-            self.unasked = self.unasked if found else f"there are no questions: the first {ROWS} rows are bad"
+            if skips and not found:
+                self.unasked = f"there are no questions: the first {asked.limit} rows are in quarantine"
             return found
         except UserError as error:  # data that moved, or rows of plain text
             self.unasked = f"there are no questions: {error}"

@@ -104,7 +104,7 @@ def use_stored_features(model: LanguageModel, table: TokenTable, techniques: Pip
             with hooked(part.register_forward_hook(lambda *_: calls.append(0)) for part in source.parts):
                 moved = float((outputs(model.model, **row) - computed).abs().max())
             acted = not calls and moved <= 1e-2 * float(computed.abs().max())
-            seen = f"{len(calls)} calls of the vision encoder, logits within {moved:.2g} of those of computed features"
+            seen = f"{len(calls)} calls of the vision encoder; {moved:.2g} from the logits of computed features"
     in_host = all(weight.device.type == "cpu" for part in source.parts for weight in part.parameters())
     return Evidence("data", "stored image features", f"{seen}; encoder in host memory: {in_host}", acted and in_host)
 

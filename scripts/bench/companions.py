@@ -30,7 +30,8 @@ PEERS = {
     "distillation": "trl",
     "policy": "trl",
 }
-MASKS = ("attention_mask", "prompt_mask", "completion_mask")
+MASKS = ("prompt_mask", "completion_mask")
+"""The masks of a batch that has no attention mask. DPOTrainer has one, and its completion mask marks a part of it."""
 
 
 def words(tokenizer: Path) -> list[str]:
@@ -184,8 +185,10 @@ def unpadded(inputs: dict[str, Any]) -> Any:
     import torch
 
     known = [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-    masks = [value.sum() for name, value in known if name.endswith(MASKS) and value.dim() == 2]
-    return sum(masks or [torch.tensor(value.numel()) for name, value in known if name.endswith("input_ids")])
+    masks = [(name, value.sum()) for name, value in known if name.endswith("_mask") and value.dim() == 2]
+    whole = [count for name, count in masks if name.endswith("attention_mask")]
+    parts = [count for name, count in masks if name in MASKS]
+    return sum(whole or parts or [torch.tensor(value.numel()) for name, value in known if name.endswith("input_ids")])
 
 
 def _classifier(request: Any, settings: Any, rows: list[dict[str, Any]], clock: Any) -> Any:

@@ -142,7 +142,7 @@ def test_no_host_sync_between_log_lines(recipe, optimizer, graphs, monkeypatch):
     for name, value in OPTIMIZERS[optimizer].items():
         setattr(recipe.optimizer, name, value)
     with trainer(recipe) as built:
-        steps = built.steps()
+        steps = iter(built.steps)
         for _ in range(20):  # compiled, and every number of supervised positions seen and recorded
             next(steps)
         statistics = StepStatistics()
@@ -163,7 +163,7 @@ def run(
     """The loss of each step, the adapter's final weights, and the milliseconds of a step in the second half."""
     losses = []
     with trainer(config, name) as built:
-        for step, _, metrics in built.steps():
+        for step, _, metrics in built.steps:
             losses.append(metrics["loss"])
             if step.index == steps // 2:
                 torch.cuda.synchronize()
@@ -202,7 +202,7 @@ def test_recorded_passes_are_replayed_and_faster(recipe):
     recipe.techniques.compile.cuda_graphs = Switch.on
     recipe.train.max_steps = 80
     with trainer(recipe, "counted") as built:
-        for step, _, _ in built.steps():
+        for step, _, _ in built.steps:
             if step.index == 30:
                 break
         assert built.train_step.recorder.replayed > 0.5 * built.train_step.recorder.passes, (
@@ -250,7 +250,7 @@ def test_resumed_run_of_recorded_passes_is_bit_for_bit_equal(recipe, monkeypatch
 def test_next_batch_is_copied_during_the_step(recipe):
     """The copy is issued on its own stream before the step that runs in the meantime."""
     with trainer(recipe) as built:
-        steps = built.steps()
+        steps = iter(built.steps)
         for _ in range(6):
             next(steps)
         torch.cuda.synchronize()

@@ -455,6 +455,22 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert (found["first_loss"], found["loss"], found["tokens_per_second"]) == (7.0, 6.0, 9.0)
 
 
+_HALF = torch.tensor([[1] * 4 + [0] * 4])
+
+
+@pytest.mark.parametrize(
+    ("masks", "tokens"),
+    [
+        pytest.param({}, 8, id="no padding"),
+        pytest.param({"attention_mask": _HALF, "completion_mask": _HALF}, 4, id="DPOTrainer marks the answers, too"),
+        pytest.param({"prompt_mask": _HALF, "completion_mask": _HALF}, 8, id="GRPOTrainer has two masks"),
+        pytest.param({"query_attention_mask": _HALF, "doc_attention_mask": _HALF}, 8, id="two texts"),
+    ],
+)
+def test_a_token_of_a_peer_is_counted_once(masks, tokens):
+    assert int(peer_tools.companions.unpadded({"input_ids": torch.ones(1, 8), **masks})) == tokens
+
+
 _SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=1024) | dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import Any
 
 import torch
 
-from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.encode import EncodedGroup, Encoder
 from fxtune.data.chat.template_source import write_pair
 from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import ConfigError, DataError
@@ -16,7 +17,7 @@ from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.run_output import RunOutput
-from fxtune.training.run.about import PAIRS, TEXTS
+from fxtune.training.run.about import CHATS, PAIRS, TEXTS
 
 PARTS = {"reward": ("a prompt", "an answer"), "ranking": ("a query", "a candidate")}
 """The two texts that the models of an objective read."""
@@ -48,8 +49,10 @@ class TextClassifier:
                 f"{output.folder} lies in no run, and its run says how it reads two texts: name the run or RUN/merged."
             )
         self.objective = (output.config.get("objective") or {}).get("name", "")
-        self.parts = PARTS.get(self.objective) or ("a text", *["another text"] * bool(pairs))
-        """What the texts of a line are, with a tab between them."""
+        self.are_chats = bool(output.about(CHATS))
+        several = ("the user's turn", "the assistant's turn") if self.are_chats else ("a text", "another text")
+        self.parts = PARTS.get(self.objective) or several[: 2 if pairs or self.are_chats else 1]
+        """What the texts of a line are, with a tab between them. A classifier of chats reads any number of turns."""
         self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
         """The thresholds that an evaluation has chosen."""
         several = config.id2label.values() if config.problem_type == MULTI else ()
@@ -60,9 +63,9 @@ class TextClassifier:
     def read(self, line: str) -> dict[str, float]:
         """The share of each class, the largest first; or the score of a line under the name of its label. Raises
         DataError if the line has other texts than the model reads."""
-        texts = line.split("\t") if len(self.parts) > 1 else [line]
-        if len(texts) != len(self.parts) or not all(map(str.strip, texts)):
-            raise DataError(f"the model reads two texts: write {', a tab and '.join(self.parts)} on one line")
+        texts = line.split("\t") if len(self.parts) > 1 or self.are_chats else [line]
+        if not all(map(str.strip, texts)) or (len(texts) != len(self.parts) and not self.are_chats):
+            raise DataError(f"a line for this model is {', a tab and '.join(self.parts)}")
         ids = torch.tensor([self._ids(*texts)], device=next(self.model.parameters()).device)
         numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
         if config.problem_type == SINGLE:
@@ -73,19 +76,22 @@ class TextClassifier:
         return dict(sorted(named, key=lambda pair: -pair[1]))
 
     def _ids(self, *texts: str) -> list[int]:
-        """The tokens of these texts: of a classifier as its tokenizer writes a text or two, else as training does."""
+        """The tokens of these texts: of a classifier of texts as its tokenizer writes a text or two, else as training
+        does."""
         template, system, variables = map(self.data.get, ("chat_template", "system", "chat_template_kwargs"))
         if self.objective == "ranking" and self.tokenizer.chat_template:
             text, *_ = write_pair(self.tokenizer, system, *texts)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if self.objective != "reward":
+        if self.objective != "reward" and not self.are_chats:
             return list(self.tokenizer(*texts)["input_ids"])
         row: dict[str, Any] = {"text": "".join(texts)}
-        if not self.are_texts and (template or self.tokenizer.chat_template):
-            turns = zip(("user", "assistant"), texts, strict=True)
+        if self.are_chats or (not self.are_texts and (template or self.tokenizer.chat_template)):
+            turns = zip(cycle(("user", "assistant")), texts, strict=False)
             row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        encoder = Encoder(self.tokenizer, FORMATS[next(iter(row))], template, system, variables=variables)
-        (document,) = encoder.encode([row])
-        if not isinstance(document, Document):
-            raise DataError(f"the line cannot be written as in training: {document}")
-        return document.ids
+        if self.are_chats:
+            row["label"] = 0
+        format = FORMATS["labelled" if self.are_chats else next(iter(row))]
+        (found,) = Encoder(self.tokenizer, format, template, system, variables=variables).encode([row])
+        if isinstance(found, str):
+            raise DataError(f"the line cannot be written as in training: {found}")
+        return (found.documents[0] if isinstance(found, EncodedGroup) else found).ids

@@ -379,6 +379,23 @@ def test_chat_of_a_classifier_of_two_texts_reads_both_from_a_line(cwd, monkeypat
     assert "a tab and" in " ".join(capsys.readouterr().err.split())
 
 
+def test_chat_of_a_classifier_of_chats_reads_a_line_as_training_reads_its_turns(cwd, monkeypatch):
+    draw = random.Random(3)
+    roles = ("user", "assistant", "user")
+    chats = [[{"role": role, "content": text(draw)} for role in roles[: 1 + 2 * (turn % 2)]] for turn in range(20)]
+    write_jsonl(Path("rows.jsonl"), [{"messages": chat, "label": turn % 2} for turn, chat in enumerate(chats)])
+    run("data.eval_fraction=0", "run.dir=chats", "data.system=Be strict.", "data.sequence_length=256")
+    model = AutoModelForSequenceClassification.from_pretrained("chats/model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained("chats/model")
+    said = shares_of("chats", ["\t".join(turn["content"] for turn in chat) for chat in chats[:2]], monkeypatch)
+    for chat, line in zip(chats, said, strict=False):
+        turns = [{"role": "system", "content": "Be strict."}, *chat]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            shares = model(ids).logits[0].softmax(-1).tolist()
+        assert [line["labels"]["0"], line["labels"]["1"]] == pytest.approx(shares, abs=1e-4)
+
+
 def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):
     lines = [f"{text(random.Random(number))},{number % 2},{number}" for number in range(20)]
     Path("rows.csv").write_text("body,stars,id\n" + "\n".join(lines) + "\n")

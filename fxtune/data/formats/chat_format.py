@@ -60,6 +60,10 @@ class ChatFormat(RowFormat):
     has_lists: ClassVar[bool] = False
     """Whether lists of messages may be JSON strings, as in CSV files."""
 
+    def __init__(self, needs_answer: bool = True) -> None:
+        """`needs_answer`: whether a chat without an assistant turn is refused."""
+        self.needs_answer = needs_answer
+
     @abstractmethod
     def turns(self, row: Mapping[str, Any]) -> Conversation:
         """The messages of a row, with their places and train flags. Raises RowError."""
@@ -69,14 +73,21 @@ class ChatFormat(RowFormat):
         used = row if row.keys().isdisjoint(unused) else {key: row[key] for key in row if key not in unused}
         chat = self.turns(used)
         chat.row = row
-        complete(chat, used, learn)
+        if self.needs_answer or _has_answer(chat):
+            complete(chat, used, learn)
+        else:
+            complete_prompt(chat, used)
         return chat
+
+
+def _has_answer(chat: Conversation) -> bool:
+    return any(message["role"] == "assistant" for message in chat.messages)
 
 
 def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
     """Give a chat the images, tools and variables of its row, and decide which turns are learned. Raises RowError."""
     complete_prompt(chat, row)
-    if not any(message["role"] == "assistant" for message in chat.messages):
+    if not _has_answer(chat):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn)
     for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):

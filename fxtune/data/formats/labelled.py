@@ -3,7 +3,7 @@
     {"text": "Win a prize now", "label": "spam"}                     one class
     {"text": "...", "label": ["toxic", "insult"]}                    several classes, or none: []
     {"premise": "...", "hypothesis": "...", "label": 0}              two texts, as in GLUE
-    {"messages": [...], "label": 0.7}                                a chat
+    {"messages": [...], "label": 0.7}                                a chat, with or without an answer
 
 The name of a label is its text. A number has one name, however it is written: 1, 1.0, "1" and "1.0" are "1". Several
 classes are written as the JSON list of their sorted names.
@@ -32,7 +32,7 @@ PAIRS = (
 """Names of the columns of two texts, as in GLUE, SuperGLUE and sentence-transformers."""
 TEXTS = ("text", "sentence", "content", "review", "comment", "comment_text", "tweet", "question", "title")
 """Names of the column of one text; the first one counts."""
-CHATS = (MessagesFormat(), ShareGPTFormat())
+CHATS = (MessagesFormat(needs_answer=False), ShareGPTFormat(needs_answer=False))
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 

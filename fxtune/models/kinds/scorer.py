@@ -55,7 +55,8 @@ A whole model is a CrossEncoder of sentence-transformers, too, whose `predict` g
 CLASSIFIER_USE = """It gives a text a number for each class; `model.config.id2label` names them.
 
 ```python
-inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, second, ...), as in training
+inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, second, ...), as in training; of a chat:
+# tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")
 logits = model(input_ids=inputs["input_ids"]).logits[0]  # several rows: pad with tokenizer.pad_token
 shares = logits.softmax(-1)  # problem_type multi_label_classification: logits.sigmoid(); regression: the number itself
 ```

@@ -17,7 +17,7 @@ from fxtune.checkpoint.run_folder import OBJECTIVE, TEMPLATE_TIME
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.formats.row_format import Content, Labelled, LearnConfig, PlainText, Preference
+from fxtune.data.formats.row_format import Content, Conversation, Labelled, LearnConfig, PlainText, Preference
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import UserError
@@ -30,6 +30,8 @@ TEXTS = "prompts_are_texts"
 """The key in about.json that says whether all prompts of the data are plain texts, without a chat template."""
 PAIRS = "rows_are_pairs"
 """The key in about.json that says whether all rows of the data are two texts with a label."""
+CHATS = "rows_are_chats"
+"""The key in about.json that says whether all rows of the data are chats with a label."""
 BINS = 12
 """The number of ranges in the histogram of document lengths."""
 
@@ -54,7 +56,7 @@ def describe_run(
 
 
 def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str, bool]:
-    """The values of TEXTS and PAIRS, as the first row of each source has them."""
+    """The values of TEXTS, PAIRS and CHATS, as the first row of each source has them."""
 
     def first(source: SourceConfig, table: TokenTable) -> Content | None:
         row = None
@@ -71,6 +73,7 @@ def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str
     return {
         TEXTS: all(isinstance(content, PlainText) for content in contents),
         PAIRS: all(isinstance(row, Labelled) and getattr(row.content, "second", None) for row in contents),
+        CHATS: all(isinstance(row, Labelled) and isinstance(row.content, Conversation) for row in contents),
     }
 
 

@@ -177,6 +177,10 @@ class Objective:
         """Yield a line on each property of the documents of a training plan that a user should know."""
         yield from ()
 
+    def held_out_notes(self, plan: Plan) -> Iterator[str]:
+        """Yield a line on each property of the held-out documents that a user should know."""
+        yield from ()
+
     def data_config(self, data: DataConfig) -> DataConfig:
         """`data` with options of this objective that decide how rows are tokenized."""
         return data

@@ -128,6 +128,20 @@ class Classification(GroupObjective):
             if count := pairs.shape[1] - len(np.unique(pairs[0])):
                 yield f"{table.name}: {count:,} texts have several rows with different labels. Keep one label of each."
 
+        if lost := self._classes_without(plan):
+            yield f"no row to train on has the class {_list(lost)}: all its rows are held out or not used."
+
+    def held_out_notes(self, plan: Plan) -> Iterator[str]:
+        if lost := self._classes_without(plan):
+            yield f"no held-out row has the class {_list(lost)}, so no figure says whether the model learns it."
+
+    def _classes_without(self, plan: Plan) -> list[str]:
+        """The classes that no document of a plan has."""
+        names = plan.tables[0].label_names  # empty for numbers
+        used = {names[int(index)] for index in np.unique(plan.stream.labels())} if names else set()
+        seen, known = ({one for name in some for one in classes_of(name)} for some in (used, names))
+        return _sorted(known - seen)
+
     def informed(self, tables: Sequence[TokenTable]) -> tuple[Objective, list[str]]:
         names = tables[0].label_names
         problem = self.problem if self.problem is not Problem.auto else _problem(names or ["0.5"])

@@ -413,6 +413,19 @@ def test_a_run_says_what_it_cuts_and_which_texts_have_two_labels(cwd, capsys):
     assert "rows.jsonl: 1 texts have several rows with different labels" in out
 
 
+@pytest.mark.parametrize("labels", [["b", "a"], [["a"], ["a", "b"], []]], ids=["single", "multi"])
+def test_a_class_without_a_row_on_one_side_is_named(cwd, capsys, labels):
+    draw = random.Random(5)
+    rare = [{"text": text(draw), "label": ["c"] if isinstance(labels[0], list) else "c"} for _ in range(2)]
+    write_jsonl(Path("both.jsonl"), write(labels) + rare)
+    write_jsonl(Path("rare.jsonl"), rare)
+    sources = "data.sources=[{path: both.jsonl}]"
+    run(sources, "data.eval_sources=[{path: rows.jsonl}]", "data.on_overlap=keep", "run.dir=seen")
+    assert "no held-out row has the class c" in capsys.readouterr().out
+    run(sources, "data.eval_sources=[{path: rare.jsonl}]", "data.on_overlap=drop", "run.dir=few")
+    assert "no row to train on has the class c" in capsys.readouterr().out
+
+
 def test_mistakes_are_refused_with_the_change(cwd, capsys):
     write(["a"])
     assert "nothing to tell apart" in error(capsys)

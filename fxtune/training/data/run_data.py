@@ -102,6 +102,8 @@ def data_notes(config: Config, data: PreparedData) -> Iterator[str]:
     """Lines for the user on the documents of a run."""
     yield from data.training.notes()
     yield from config.objective.plan_notes(data.training)
+    if data.evaluation:
+        yield from config.objective.held_out_notes(data.evaluation)
 
 
 def name_lost_image(error: LostImageError, config: DataConfig, data: PreparedData) -> None:

@@ -211,8 +211,8 @@ def _write_curves(sweep: Sweep) -> None:
 
 
 def winning_config(sweep: Sweep, best: Trial) -> Config:
-    """The config of the winner's run, without the folders that the sweep set for the run."""
-    return load([word for word in sweep.words(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
+    """The config of the winner's run, without what the sweep or its command set for the output of the run."""
+    return load([word for word in sweep.choices(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
 
 
 def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:

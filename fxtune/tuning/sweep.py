@@ -420,14 +420,17 @@ class Sweep:
         saved = f"{count} run{'s' * (count != 1)} saved in {self.folder}. " if count else ""
         return f"{saved}The same command goes on."
 
+    def choices(self, trial: Trial) -> list[str]:
+        """The words of a command line that say what `trial` learns and when it evaluates."""
+        every = self.config.train.eval_every or max(1, -(-trial.steps // PARTS))
+        values = (dimension.override(trial.values[dimension.key]) for dimension in self.space)
+        return [*self.overrides, *values, f"train.eval_every={every}"]
+
     def words(self, trial: Trial) -> list[str]:
         """The words of a command line that trains `trial`."""
-        every = self.config.train.eval_every or max(1, -(-trial.steps // PARTS))
         folder = str(trial.folder).replace("\\", "\\\\").replace("'", "\\'")
         return [
-            *self.overrides,
-            *(dimension.override(trial.values[dimension.key]) for dimension in self.space),
-            f"train.eval_every={every}",
+            *self.choices(trial),
             f"run.dir='{folder}'",
             "run.resume=auto",
             f"run.name='{self.config.run.name}-{trial.number}'",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from support.harness import user_environment, wait_for
 
 from fxtune.cli.main import main
@@ -104,6 +105,10 @@ def test_a_configuration_that_has_forgotten_too_much_does_not_win(cwd, capsys):
     assert "(too far)" in said
     assert f"KL from the base on general text {near['kl']:.3f}" in said
     assert load(["+recipe=quickstart_swept"]).optimizer.lr == 1e-4
+    written = yaml.safe_load(Path("recipes/quickstart_swept.yaml").read_text())
+    assert written.keys().isdisjoint({"run", "tracking"}), (
+        "what the sweep sets for its own runs is no part of the recipe"
+    )
 
 
 def start(*words: str) -> subprocess.Popen:

@@ -3,25 +3,29 @@
     python scripts/bench/first_step.py                                # tiny, 8b, moe: cold, then warm; about 9 minutes
     python scripts/bench/first_step.py --cases tiny --minutes 3       # some of them
     python scripts/bench/first_step.py --cases quickstart             # the quickstart on this machine, GPU or CPU
+    python scripts/bench/first_step.py --cases 8b,dpo --tools fxtune,trl  # also a peer, by the same rule
     python scripts/bench/first_step.py --json start.json              # all figures, for programs
 
 Each measurement is `fxtune bench --steps 1 --warm-up 2` in its own process, which waits for the device after each of
 the first two steps. `cold` starts with an empty folder for all that fxtune, torch, Triton and the kernel packages
 cache (environment()); the files of the packages themselves may be in the memory of the machine. `warm` is the same
 command again, over the folder that `cold` filled. Models have random weights, so no file of a model is read. Python's
-compiled files are present: if torch has none, a first run that is not measured makes them.
+compiled files are present: if torch has none, a first run of each tool that is not measured makes them. A peer runs
+its part of bench_peers.py, so its row has no parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +58,22 @@ def main() -> None:
         bytecode = (
             None if has_bytecode() else make_bytecode(words_of(args.cases[0], Path(folder)), Path(folder) / "first")
         )
-        for name in args.cases:
-            words = words_of(name, Path(folder))
+        for name, tool in itertools.product(args.cases, args.tools):
+            words, cache = words_of(name, Path(folder)), Path(folder) / f"cache-{name}-{tool}"
             if bytecode and bytecode.is_dir():
-                (own := Path(folder) / f"cache-{name}" / "fxtune").mkdir(parents=True)
-                (own / "bytecode").symlink_to(bytecode)
+                (cache / "fxtune").mkdir(parents=True)
+                (cache / "fxtune" / "bytecode").symlink_to(bytecode)
+            start = partial(measure, words) if tool == "fxtune" else partial(measure_peer, name, tool, bytecode)
+            if bytecode and tool != "fxtune":
+                start(Path(folder) / f"first-{name}-{tool}", 300)
             for state in ("cold", "warm"):
+                row = f"{name} {state}" + f" {tool}" * (tool != "fxtune")
                 left = args.minutes * 60 - (time.monotonic() - began)
                 if left <= 0:
-                    print(f"{name} {state}: not run, the time limit ({args.minutes:g} minutes) was reached")
+                    print(f"{row}: not run, the time limit ({args.minutes:g} minutes) was reached")
                     continue
-                print(f"{name} {state} ...", flush=True)
-                found = measure(words, Path(folder) / f"cache-{name}", left)
-                rows[f"{name} {state}"] = found
+                print(f"{row} ...", flush=True)
+                rows[row] = found = start(cache, left)
                 print(f"  {found.get('error') or format(found['second_step_seconds'], '.1f') + ' s'}", flush=True)
     print(table(rows))
     baselines.save(args.baseline, [measurement(name, row) for name, row in rows.items()])
@@ -77,12 +84,15 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(DEFAULT), help=", ".join(CASES))
+    parser.add_argument("--tools", type=lambda text: text.split(","), default=["fxtune"], help="fxtune, trl, unsloth")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no measurement after this time (9)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     baselines.add_option(parser)
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(CASES)}")
+    if args.tools != ["fxtune"] and (own := [name for name in args.cases if CASES[name] is None]):
+        parser.error(f"{', '.join(own)}: a case of fxtune alone")
     return args
 
 
@@ -146,22 +156,43 @@ def measure(words: list[str], cache: Path, seconds: float) -> dict[str, Any]:
     return {**{key: found[key] for key in kept}, "whole_seconds": time.time() - started, "packages": found["packages"]}
 
 
+def measure_peer(name: str, tool: str, bytecode: Path | None, cache: Path, seconds: float) -> dict[str, Any]:
+    """The figures of a peer. `bytecode`: the folder for compiled files of Python; None: packages have them."""
+    cache.mkdir(parents=True, exist_ok=True)
+    case = CASES[name]
+    assert case is not None
+    variables = environment(cache) | (
+        {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONDONTWRITEBYTECODE": ""} if bytecode else {}
+    )
+    given = argparse.Namespace(scratch=cache, steps=1, smoke=False, set=[], gpus=1, json=None, again=True)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        found = bench_peers.run_peer(case, tool, given, seconds)
+    except subprocess.TimeoutExpired:
+        return {"error": "the time limit was reached"}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return found if "error" in found else {key: found[key] for key in ("second_step_seconds", "loss", "device")}
+
+
 def measurement(name: str, row: dict[str, Any]) -> Measurement:
     """A row as a file of benchmarks/baselines holds it."""
     if "error" in row:
         return Measurement(name, error=row["error"])
     return Measurement(
         name,
-        seconds_to_first_step=round(row["first_step_seconds"], 1),
+        seconds_to_first_step=round(row["first_step_seconds"], 1) if "first_step_seconds" in row else None,
         seconds_to_second_step=round(row["second_step_seconds"], 1),
-        startup_seconds={part: round(seconds, 1) for part, seconds in row["startup_seconds"].items()},
+        startup_seconds={part: round(seconds, 1) for part, seconds in row.get("startup_seconds", {}).items()} or None,
     )
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The table in Markdown: a column for each part of the start."""
     measured = [row for row in rows.values() if "error" not in row]
-    parts = list(dict.fromkeys(part for row in measured for part in row["startup_seconds"]))
+    parts = list(dict.fromkeys(part for row in measured for part in row.get("startup_seconds", {})))
     columns = ["case", "s to step 1", "s to step 2", "goal", *parts, "in torch.compile"]
     lines = ["", f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     for name, row in rows.items():
@@ -169,10 +200,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         if "error" in row:
             cells = [row["error"].replace("\n", " "), *[""] * (len(columns) - 2)]
         else:
-            goal, compiling = GOALS.get((case, state)), row["compile_seconds"]
-            cells = [f"{row['first_step_seconds']:.1f}", f"{row['second_step_seconds']:.1f}", str(goal or "")]
-            cells += [f"{row['startup_seconds'].get(part, 0.0):.1f}" for part in parts]
-            cells += ["" if compiling is None else f"{compiling:.1f}"]
+            goal, own = GOALS.get((case, state)), row.get("startup_seconds", {})
+            times = [*map(row.get, ("first_step_seconds", "second_step_seconds")), *map(own.get, parts)]
+            cells = ["" if seconds is None else f"{seconds:.1f}" for seconds in (*times, row.get("compile_seconds"))]
+            cells.insert(2, str(goal or ""))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -59,3 +59,23 @@ def test_the_second_measurement_of_a_case_finds_the_caches_of_the_first_and_a_fa
     lines = first_step.table(rows).splitlines()
     assert len({line.count("|") for line in lines if line}) == 1, "each row has a cell for each column"
     assert "fxtune: no GPU" in lines[-1]
+
+
+def test_a_peer_starts_by_the_same_rule_and_has_a_row_without_parts(tmp_path, monkeypatch, capsys):
+    caches = []
+
+    def run_peer(name, tool, given, seconds):
+        assert (name, tool) == ("dpo_8b_8x1024", "trl")
+        caches.append(first_step.os.environ["TRITON_CACHE_DIR"])
+        return {"second_step_seconds": 31.0, "loss": 0.7, "device": "H200", "tokens_per_second": 1.0}
+
+    monkeypatch.setattr(first_step.bench_peers, "run_peer", run_peer)
+    monkeypatch.setattr(first_step, "has_bytecode", lambda: True)
+    monkeypatch.setattr(first_step, "words_of", lambda *_: [])
+    monkeypatch.setattr(first_step.os, "environ", {"PATH": "/bin"})
+    monkeypatch.setattr(sys, "argv", ["first_step.py", "--cases", "dpo", "--tools", "trl"])
+    first_step.main()
+    assert caches[0] == caches[1]
+    assert first_step.os.environ == {"PATH": "/bin"}
+    assert "| dpo warm trl |  | 31.0 |" in capsys.readouterr().out
+    assert first_step.measurement("dpo warm trl", {"second_step_seconds": 31.0}).seconds_to_second_step == 31.0

@@ -44,7 +44,7 @@ from rich.table import Column, Table
 
 from fxtune.cli.answer import ANSWER
 from fxtune.data.formats.values import RowError
-from fxtune.errors import ConfigError, DataError, Stopped
+from fxtune.errors import ConfigError, DataError, Stopped, nearest
 from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.outputs.conversation import Conversation, Speaker, Write
 from fxtune.outputs.run_output import RunOutput, find_output
@@ -214,8 +214,11 @@ class Chat:
 
 def _files_and_prompt(line: str) -> tuple[list[str], str]:
     """(the files that a line names by `/image FILE`, the prompt after these). A file name with spaces is in quotes, or
-    has a backslash before each space. Raises RowError if a file name is missing."""
+    has a backslash before each space. Raises RowError if a file name is missing or the command is misspelled."""
     files = []
+    word = next(iter(line.split()), "")
+    if word.startswith("/") and word != COMMAND and nearest(word, [COMMAND], 0.8):
+        raise RowError(f"{word} is no command; did you mean {COMMAND}? A prompt may not begin with it")
     while line.split(maxsplit=1)[:1] == [COMMAND]:
         rest = io.StringIO(line.removeprefix(COMMAND))
         reader = shlex.shlex(rest, posix=True)

@@ -243,6 +243,7 @@ def test_an_image_stays_in_the_conversation(vision, monkeypatch):
         ("/image broken.png What is it?", "broken.png: it is no image of the formats"),
         ("/image", "/image takes the name of a file"),
         ("/image 'one.png What is it?", "/image takes the name of a file"),
+        ("/imgae one.png What is it?", "/imgae is no command; did you mean /image?"),
     ],
 )
 def test_an_image_that_cannot_be_shown_is_one_message(vision, monkeypatch, capsys, line, message):

@@ -34,6 +34,9 @@ SLOWER = 0.02
 HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
+ENCODER_RATE = 0.8
+"""The share of the decoder's rate of matmuls that the narrower layers of a vision encoder reach (Qwen2.5-VL on an H200:
+a step with 63 TFLOP of their products takes 154 ms longer than a step with stored features)."""
 RECURRENT_RATE = 1 / 7
 """The share of the rate of matmuls that linear attention reaches. Published with FlashQLA for flash-linear-attention
 0.5.1 on an H200: 0.47 ms forward and 1.44 ms backward, for 8,192 tokens and 32 heads of 128."""
@@ -200,14 +203,14 @@ def attention_backward_share(facts: Facts) -> float:
 
 
 def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -> float:
-    """Seconds of the parts for images, at the decoder's rates; 0 without images. Counts the forward pass, and with
-    `trains` also the backward pass of parts that have one."""
+    """Seconds of the parts for images; 0 without images. Counts the forward pass, and with `trains` also the backward
+    pass of parts that have one."""
     if images is None or facts.stores_images or (work := beside_of(facts).work(facts, images, trains)) is None:
         return 0.0
     card, backward = rates(facts), work.backward
     activations = (FORWARD_MOVED + backward * (1 - FORWARD_MOVED)) * GATED_PASSES * work.inner
     moved = number_bytes(facts) * ((1 + backward) * work.numbers + activations)
-    products = work.products / card.matmul + work.attention / card.attention
+    products = work.products / (ENCODER_RATE * card.matmul) + work.attention / card.attention
     return max(products + moved / card.memory, work.layers * LAUNCH * (1 if backward else FORWARD_MOVED))
 
 

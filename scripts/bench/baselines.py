@@ -125,8 +125,8 @@ def read(name: str, folder: Path | None = None) -> Baseline:
 
 
 def read_all(folder: Path | None = None) -> list[Baseline]:
-    """All files, the oldest first."""
-    names = sorted(path.stem for path in (folder or FOLDER).glob("*.json"))
+    """All files, the oldest first; of one day, NAME after NAME_first."""
+    names = sorted((path.stem for path in (folder or FOLDER).glob("*.json")), reverse=True)
     return sorted((read(name, folder) for name in names), key=lambda baseline: baseline.date)
 
 

@@ -7,7 +7,7 @@ Each has an environment of its own (.venv-newest, .venv-oldest). The script prin
 differs from the lock and a table of the tests that fail. A test that fails with the oldest versions makes the exit
 code 1, because pyproject.toml promises them. With the newest, the exit code is 0 whatever fails.
 
-The requirements are those of pyproject.toml. `newest` keeps the upper end of torch, because fxtune refuses a newer torch:
+The requirements are in pyproject.toml. `newest` keeps the upper end of torch, because fxtune refuses a newer torch:
 raise it there to try one. PyPI's builds of torch bring CUDA libraries: `oldest` needs 3 GB for them, `newest` 5 GB.
 """
 

@@ -10,8 +10,8 @@ if the run trained the whole model. The link is replaced atomically, and each re
 lineage.json in the same folder keeps all figures and decisions. The first run is never changed.
 
 Exit codes: 0 promoted, 10 no drift, 11 rejected (the new model is not better, and nothing is replaced), 12 replaced
-(an earlier refresh with these rows was promoted, but another model serves now). The other exit codes are those of all
-commands. After a kill at any moment the same command goes on.
+(an earlier refresh with these rows was promoted, but another model serves now). The other exit codes are the same for
+all commands. After a kill at any moment the same command goes on.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def coordinates(tensor: torch.Tensor) -> Coordinates:
 
 @torch.no_grad()
 def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape and the layout of `weight`, of which `chunk` is this rank's part."""
+    """A divided tensor with the shape and the layout of `weight`. `chunk`: this rank's part."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(weight, DTensor):

@@ -120,7 +120,7 @@ class GradientSum:
         yield from held_back
 
     def start_remaining(self) -> None:
-        """Start the sums that have not started yet, except that of the last bucket. Every rank calls this after its
+        """Start the sums that have not started yet, except the sum of the last bucket. Every rank calls this after its
         backward passes, even if they failed, and before the ranks agree on anything."""
         self._missing = []
         while self.overlaps and self._started_buckets < len(self.buckets) - 1:
@@ -173,7 +173,7 @@ class GradientSum:
 
     @torch.no_grad()
     def _start_next(self, gradients: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Start the sum of the next bucket. `gradients`: those of its members. None: take the parameters' gradients.
+        """Start the sum of the next bucket. `gradients`: its members' gradients. None: take the parameters' gradients.
         Signals are held back, so that _started_buckets counts every sum that was started."""
         with SIGNALS.held():
             bucket = self.buckets[self._started_buckets]

@@ -35,8 +35,8 @@ HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
 ENCODER_RATE = 0.8
-"""The share of the decoder's rate of matmuls that the narrower layers of a vision encoder reach (Qwen2.5-VL on an H200:
-a step with 63 TFLOP of their products takes 154 ms longer than a step with stored features)."""
+"""The share of the decoder's rate of matmuls that the narrower layers of a vision encoder reach. On an H200 a step of
+Qwen2.5-VL with 63 TFLOP of the encoder's products takes 154 ms longer than a step with stored features."""
 RECURRENT_RATE = 1 / 7
 """The share of the rate of matmuls that linear attention reaches. Published with FlashQLA for flash-linear-attention
 0.5.1 on an H200: 0.47 ms forward and 1.44 ms backward, for 8,192 tokens and 32 heads of 128."""

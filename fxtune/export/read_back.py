@@ -9,7 +9,7 @@
                 not, the export still counts, and the proof says so
 
 For modules, logits and ending, a plain model is built from the configs in the files. It takes the base's weights from
-the model in memory, so no base is read again or copied. Its code is that of transformers and peft, without fused
+the model in memory, so no base is read again or copied. It runs the code of transformers and peft, without fused
 adapters, Liger or compiled layers. A quantized base stays quantized, so the comparison finds errors of the export and
 not of the quantization. With PiSSA and OLoRA the base in memory has lost its first factors already, so peft does not
 subtract them again.

@@ -89,7 +89,7 @@ def row_scales(x: Tensor) -> Tensor:
 
 
 def tensor_scale(x: Tensor) -> Tensor:
-    """One scale for all of `x`, made like those of row_scales(): a float32 scalar."""
+    """One scale for all of `x`, made as row_scales() makes scales: a float32 scalar."""
     return (x.abs().amax().float() * (1 / LARGEST)).clamp(min=SMALLEST)
 
 

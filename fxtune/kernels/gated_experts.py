@@ -79,7 +79,7 @@ def gated_experts(
             the second with space for columns. With `stored` each is a list of packed tensors.
         adapters: one for each of the two matrices, in hidden's dtype. A matrix without an adapter has one of rank 0.
         gemm: see grouped_matmul.product().
-        biases: those of the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; or no bias.
+        biases: the two products' biases, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; or no bias.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
         keep: keep g for the backward pass. Otherwise the backward pass computes it again.
         trained: whether the matrices get gradients. Packed ones cannot.

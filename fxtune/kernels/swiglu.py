@@ -94,7 +94,7 @@ def gated_backward(
     with p (with `sums`, if they keep p).
 
     `share`: see gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` before the gradients are
-    computed. `sums`: also compute these sums. Their xa is that of `share`, and their dyb is ya.
+    computed. `sums`: also compute these sums. They use the xa of `share`, and ya as dyb.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if sums is not None:

@@ -109,8 +109,8 @@ class Layer:
     down: int
     """Weights of the MLP's linears that write hidden states."""
     linears: tuple[tuple[str, ...], ...]
-    """Names of the linears in the layer, in four tuples: those of the mixer that read hidden states, those of the
-    mixer that write them, and the same two tuples for the MLP."""
+    """Names of the linears in the layer, in four tuples: the mixer's linears that read hidden states, the mixer's
+    linears that write them, and the same two tuples for the MLP."""
     normalizes: bool
     """Whether attention normalizes queries and keys."""
     parameters: int

@@ -65,7 +65,7 @@ class Classification(GroupObjective):
     learn. `auto`: multi_label if a row's label is a list, regression if a label is a number with a fraction, else
     single_label."""
     labels: list[str] = field(default_factory=list)
-    """The names of the classes, in the order of the head's numbers. Empty: those of the rows, sorted."""
+    """The names of the classes, in the order of the head's numbers. Empty: the classes of the rows, sorted."""
     class_weights: dict[str, float] = field(default_factory=dict, metadata={"min": 0})
     """The weight of a class; 1 for a class that is not named."""
     balanced: bool = False

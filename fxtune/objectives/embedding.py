@@ -1,4 +1,5 @@
-"""Embedding models: the vector of a query lies near the vector of its positive, and far from those of other texts.
+"""Embedding models: the vector of a query lies near the vector of its positive, and far from the vectors of other
+texts.
 
     loss = -log(e^s(positive) / sum over candidates of e^s(candidate)),  s = cos(query, candidate) / temperature
 

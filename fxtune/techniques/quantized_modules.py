@@ -105,7 +105,7 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
+    """The tensors that a quantized module stores. kernels.quantized.unpack() reads tensors of nf4 and int8."""
     weight = module.weight
     if isinstance(module, Fp8Linear):
         return [getattr(module, name).detach() for name in module.names]

@@ -246,7 +246,7 @@ def digest(inv_freq: torch.Tensor, formula: torch.Tensor) -> str:
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """The rope parameters of full-attention layers. `parameters` are those of all layers, or a dict by layer type."""
+    """The rope parameters of full-attention layers. `parameters`: one set for all layers, or a dict by layer type."""
     nested = any(isinstance(value, dict) for value in parameters.values())
     return parameters.get(FULL) if nested else parameters
 

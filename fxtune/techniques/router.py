@@ -6,7 +6,7 @@ experts e of f_e P_e. f_e is the share of tokens that expert e gets, and P_e is 
 tokens of all layers. If the config has `output_router_logits`, transformers adds this loss times
 `router_aux_loss_coef`. fxtune does the same, unless `aux_loss_coef` gives another factor.
 
-Loss and gradient equal those of transformers. models/routers.py says how a compiled layer returns them.
+Loss and gradient equal transformers' loss and gradient. models/routers.py says how a compiled layer returns them.
 
 The loss is computed for each micro-batch of a rank without padding, as in transformers. The loss of a step is the mean
 over micro-batches, weighted by supervised tokens.

@@ -53,7 +53,7 @@ def rotates_by_name(kind: type[nn.Module]) -> bool:
 @functools.cache
 def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """A copy of an attention's method `forward` that calls `function` in place of apply_rotary_pos_emb. For classes
-    of which rotates_by_name() is true."""
+    that call the function by its name (rotates_by_name())."""
     return _with_functions(_renamed(forward), {ROPE: function})
 
 
@@ -93,7 +93,7 @@ def with_operators(forward: Any, replacements: tuple[tuple[str, Callable[..., An
 
 
 def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The function that an attention of this class calls for RoPE: its family's, or that of with_rotation()."""
+    """The function that an attention of this class calls for RoPE: its family's, or one given to with_rotation()."""
     return getattr(_renamed(kind.forward), "__globals__", {}).get(ROPE)
 
 

@@ -7,7 +7,7 @@
 
 Each case runs in its own process and uses the complete data path: it reads documents, tokenizes them, packs them into
 full rows and trains LoRA r=16. Weights are random; speed and memory do not depend on their values. The figures are
-those of `fxtune bench`: the speed of the steps after the first WARM_UP ones, and the peak memory of the process. A
+what `fxtune bench` measures: the speed of the steps after the first WARM_UP ones, and the peak memory of the process. A
 case that is refused or does not fit has a row with the reason. A case that the JSON file already holds does not run
 again, unless it failed for another reason or --again is given.
 

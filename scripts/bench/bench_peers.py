@@ -38,7 +38,7 @@ second step, for which each tool waits for the device. What a tool has cached on
 compare rows whose caches were all empty or all filled.
 
 Cases that begin with `vl` train Qwen2.5-VL's 7B shape with LoRA on its language model. A document is a chat with one
-JPEG of noise and 320 tokens of text, of which the answer is supervised. In `vl_7b_1024` each image has 1,024 tokens and
+JPEG of noise and 320 tokens of text; its answer is supervised. In `vl_7b_1024` each image has 1,024 tokens and
 a step 12 documents. In `vl_7b_mixed` images have 64 to 4,096 tokens. fxtune packs these documents into rows of 16,384
 tokens; peers pad 12 documents a step, which is as many on average, in micro-batches of the size that is fastest for
 them. Peers train with their own collators for images and with as many workers for data as fxtune. Tokens of images
@@ -60,7 +60,7 @@ are trained in bfloat16. Row and summary count tokens of texts once, though each
 
 Cases that begin with `policy` train on the answers to four prompts a step, with eight answers to each prompt. TRL 1.16's
 GRPOTrainer gets the same prompts, answers, log-probabilities and advantages in place of answers that it samples, so the
-figures are those of training alone (whole_step.py measures the other parts, too). Both tools read one folder of random
+figures are of training alone (whole_step.py measures the other parts, too). Both tools read one folder of random
 weights, each step has the same answers, and both have the same loss: the clipped surrogate, bounded at 0.8 and 1.28 and
 divided by the step's tokens. In `policy_8b_8x1024` a prompt has 512 tokens and an answer 1,024; in `policy_8b_mixed`
 lengths are drawn evenly from 1 to 2,048. fxtune packs answers and computes a prompt once for its eight answers; TRL

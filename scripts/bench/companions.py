@@ -147,7 +147,7 @@ class Task:
 
     def _prompts(self, count: int, known: list[str], tokenizer: Path) -> Iterator[dict[str, Any]]:
         """Prompts with `count` answers in total. An answer's tokens, log-probabilities and rewards are random. The
-        log-probabilities are close to those of random weights, so the ratios of the first step are on both sides of 1."""
+        log-probabilities are close to the log-probabilities of random weights, so the ratios of the first step are on both sides of 1."""
         from tokenizers import Tokenizer
 
         encode, draw = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode, random.Random(0)

@@ -236,7 +236,7 @@ def dataset(request: dict[str, Any]) -> Any:
 
 
 def image_rows(request: dict[str, Any]) -> Any:
-    """The chats of the file as prompts and completions, of which the completions are supervised. Images are decoded
+    """The chats of the file as prompts and completions; only the completions are supervised. Images are decoded
     when a row is read."""
     from datasets import Dataset, Image
 

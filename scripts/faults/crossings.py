@@ -210,7 +210,7 @@ def main() -> int:
         "--jobs", type=int, default=2 * (os.cpu_count() or 1), help="cases at a time (two for each core)"
     )
     parser.add_argument(
-        "--folder", type=Path, help="folder of the runs, which are kept; else those of wrong cases are"
+        "--folder", type=Path, help="folder of the runs, which are kept; else only runs of wrong cases are kept"
     )
     parser.add_argument("--json", type=Path, help="also write a line for each case to this file")
     parser.add_argument("--list", action="store_true", help="list the cases, run nothing")

@@ -21,7 +21,7 @@ kill.
 The runs have the environment of a user: torch chooses the number of threads. They are forked from a parent that has
 imported all packages. A run then takes one or two seconds instead of seven,
 and the reported costs of a kill do not include the imports. For each mode one run is started as users start it; its
-result must equal that of the forked run.
+result must equal the forked run's result.
 
 With --ranks or on cards the runs are started as users start them. After each kill every process of the run must be gone within 60
 seconds and its port free; a killed rank must be named by one message, with exit code 7. The same command resumes the

@@ -4,7 +4,7 @@ process.
     python scripts/faults/preempt.py [--stops 50] [--seed 0] [--json FILE] [+recipe=NAME key=value ...]
 
 The script stops one run at random instants, by SIGTERM and SIGUSR1 in turn, and starts it again with the same command.
-Each time the exit code must be 75, and the newest checkpoint must be that of the last step in metrics.jsonl. Without a
+Each time the exit code must be 75, and the newest checkpoint must be of the last step in metrics.jsonl. Without a
 recipe the run trains LoRA on a small random Llama on a CPU. On a CPU the runs are forked from a parent that has
 imported all packages, so a stop takes one or two seconds; CUDA cannot be used after a fork. The measured time begins
 with the signal, so the start does not count. Ctrl-C ends the script and prints the results so far.

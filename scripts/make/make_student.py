@@ -4,7 +4,7 @@ adapter of `builtin:tiny` that writes orders as JSON: the student and the teache
     python scripts/make/make_student.py                # about 15 minutes on two CPU cores
     python scripts/make/make_student.py --work DIR     # the folder of corpus and runs; an interrupted run resumes there
 
-Nothing is downloaded: the corpus is that of make_base.py, and the adapter is a run of recipes/quickstart.yaml.
+Nothing is downloaded: the corpus is the corpus of make_base.py, and the adapter is a run of recipes/quickstart.yaml.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of a base. Then, in one process of one thread, with a time limit:
               run as they are
     verify    `fxtune verify --loss` in float32: loss and gradients beside plain transformers
     full      two steps of full fine-tuning
-    plan      the parameters that `fxtune plan` counts, beside those of the built model
+    plan      the parameters that `fxtune plan` counts, beside the built model's parameters
     merge     the adapter and the merged model, each loaded by plain peft and plain transformers without a warning,
               give the same logits
     resume    a run that SIGKILL ends after its first step and that goes on ends with the adapter of an undisturbed run
@@ -322,7 +322,7 @@ def rows_of(page: str) -> dict[str, str]:
 
 
 def merged(page: str, rows: Sequence[Row]) -> str:
-    """The page with these rows in place of those of the same model types, sorted, and with the number of types tried."""
+    """The page with these rows in place of its rows of the same model types, sorted, and with the number of types tried."""
     every = {**rows_of(page), **{row.kind: str(row) for row in rows}}
     table = "\n".join([HEAD, "|" + "---|" * HEAD.count(" | ") + "---|", *(every[kind] for kind in sorted(every))])
     said = f"{len(every)} of {len(kinds())} causal model types of transformers {transformers.__version__}"

@@ -468,7 +468,7 @@ def finished_runs(record: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]
 def differences(record: dict[str, Any], variant: str, judged: bool = False) -> dict[int, float]:
     """Relative difference of the final held-out loss from plain's, by seed.
 
-    With `judged`, the loss is the one that plain transformers computes with the adapter.
+    With `judged`, plain transformers computes the loss with the adapter.
     """
     runs = finished_runs(record)
     plain = runs.get("plain", {})

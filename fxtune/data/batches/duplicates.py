@@ -8,7 +8,7 @@ locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998). A document cou
 sequences of SHINGLE tokens in it. Each of PERMUTATIONS hash functions has a minimum over this set. The chance that two
 sets have the same minimum is their Jaccard similarity. Documents that agree in a band, a few minima, are candidates.
 The similarity of candidates is computed from the whole sets, so no document is left out by chance. Shingles that a
-tenth of the documents have (those of a chat template or a system prompt) are not compared. The images of a document
+tenth of the documents have (of a chat template or a system prompt) are not compared. The images of a document
 are part of each of its shingles, so documents with different images are never near-copies.
 
 Everything is a function of the tokens and the settings. The minima and the bands take 0.75 KB a document at the

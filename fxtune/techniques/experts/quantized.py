@@ -112,7 +112,7 @@ def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExper
 @torch.no_grad()
 def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: Tensor) -> float:
     """Quantize `weight`, which has transformers' layout, and put it into `made` in place of the weight `name`. Returns
-    the first expert's error. The other arguments and the error are those of quantize_experts()."""
+    the first expert's error. quantize_experts() describes the other arguments and the error."""
     compute, device, transpose = storage
     weight = weight.detach()
     weight = (weight.mT if made.is_transposed else weight).to(device).contiguous()

@@ -69,8 +69,8 @@ class RankReport:
         return max((waited for _, waited, _, _ in self._all), default=None)
 
     def figures(self) -> dict[str, Any]:
-        """How long the parts of a step took, in seconds. With several ranks, the passes are those of the slowest rank,
-        and memory is that of the fullest card."""
+        """How long the parts of a step took, in seconds. With several ranks, the passes are the slowest rank's, and
+        memory is the fullest card's."""
         parts = self._parts if self.world.size > 1 else self.timer.read()
         figures: dict[str, Any] = {f"train/{name}_seconds": seconds for name, seconds in parts.items()}
         if not self._all:

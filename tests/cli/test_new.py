@@ -237,7 +237,7 @@ def test_the_recipe_says_how_many_rows_the_run_holds_out(capfd):
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "json", "txt"])
-@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 def test_a_file_that_is_not_utf8_says_how_to_convert_it(ending, encoding, capfd):
     rows = {"csv": "frage,antwort\nWozu?,Dafür\n", "txt": "Dafür"}
     Path(f"rows.{ending}").write_text(

@@ -90,7 +90,8 @@ class Collector:
         """The name of each reward in figures."""
         rewards = zip(self.keys, self.objective.rewards, strict=True)
         calls = [Call(reward.name, dict(reward.options), key) for key, reward in rewards]
-        self.workers = RewardWorkers(calls, config.sampler.reward_seconds, config.sampler.reward_workers)
+        limits = config.sampler.reward_seconds, config.sampler.reward_workers
+        self.workers = RewardWorkers(calls, *limits, self._refuse_bad_reward)
 
     def close(self) -> None:
         self.workers.close()
@@ -326,13 +327,16 @@ class Collector:
             return usable
         raise _no_rewards(found[0][0], found[0][2])
 
-    def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
-        """Set the rewards of the answers to one prompt."""
-        if scores.problem and self.objective.on_bad_reward is OnBadReward.error:
+    def _refuse_bad_reward(self, group: Group, scores: Scores) -> None:
+        """Raise ConfigError if a failing reward ends the run."""
+        if self.objective.on_bad_reward is OnBadReward.error:
             raise ConfigError(
                 f"objective.rewards: {scores.problem}. The prompt: {group.where}. Correct the reward, or set "
                 "objective.on_bad_reward=drop to leave such prompts out."
             )
+
+    def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
+        """Set the rewards of the answers to one prompt."""
         if scores.problem:
             self.note(f"Left out the answers to {group.where}: {scores.problem}.")
         for at, answer in enumerate(answers):

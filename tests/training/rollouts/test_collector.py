@@ -37,6 +37,16 @@ def picky(completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
 """
 
+COUNTING = """
+import fxtune
+
+@fxtune.reward("counting")
+def counting(completions, **kwargs):
+    with open("asked", "a") as file:
+        file.write("a prompt\\n")
+    raise KeyError("no judge")
+"""
+
 
 @pytest.fixture(autouse=True)
 def rows(cwd):
@@ -232,3 +242,11 @@ def test_evidence_says_what_wrote_the_answers_and_whether_they_come_again(cwd):
     (seen,) = [row for row in json.loads(Path("run/evidence.json").read_text()) if row["technique"] == "sampler"]
     assert seen["acted"]
     assert "the same bits" in seen["observed"]
+
+
+def test_a_failing_reward_ends_the_run_before_the_other_prompts_are_scored(cwd):
+    """Otherwise a reward that hangs would hang once for each prompt."""
+    (cwd / "counting.py").write_text(COUNTING)
+    words = [*WORDS, "objective.rewards=[{name: counting}]", "--plugin", str(cwd / "counting.py")]
+    assert main([*words, "sampler.reward_workers=1"]) == 2
+    assert Path("asked").read_text() == "a prompt\n"

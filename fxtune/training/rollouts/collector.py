@@ -439,23 +439,24 @@ class Collector:
             )
 
     def _check_progress(self, step: int) -> None:
-        """Raise NumbersError if no prompt of the last `patience` steps had answers with different rewards."""
+        """Raise NumbersError if no answer of the last `patience` steps had an advantage."""
         patience = self.objective.patience
-        if step + 1 < patience or self.figures["rollout/equal_groups"] < 1:
+        if step + 1 < patience or self.figures["rollout/idle"] < 1:
             return
 
         def idle() -> bool:
             earlier = range(step - patience + 1, step + 1)
             return all(
-                self.rollouts.has(earlier_step) and self.rollouts.figures(earlier_step)["figures"]["equal_groups"] == 1
+                self.rollouts.has(earlier_step) and self.rollouts.figures(earlier_step)["figures"]["idle"] == 1
                 for earlier_step in earlier
             )
 
         if self.world.from_main(idle, "looking at earlier rewards"):
             reward = self.figures["rollout/reward"]
+            cut = ", or were cut off at sampler.max_tokens" * (not self.objective.keep_truncated)
             raise NumbersError(
                 f"For {patience} steps all answers to a prompt had the same reward ({reward:.3g} on average in the "
-                "last step), so nothing is learned. Look at the answers (fxtune report), give prompts that are easier "
+                f"last step){cut}, so nothing is learned. Look at the answers (fxtune report), give prompts that are easier "
                 "or harder, or another reward; sampler.answers and sampler.temperature make answers differ more."
             )
 

@@ -37,6 +37,13 @@ def picky(completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
 """
 
+RANK = """
+import fxtune
+
+@fxtune.reward("rank")
+def rank(completions, **kwargs):
+    return [float(at) for at in range(len(completions))]
+"""
 COUNTING = """
 import fxtune
 
@@ -150,6 +157,15 @@ def test_equal_rewards_are_not_learned_and_end_the_run_after_some_steps(cwd, cap
     line = history(Path("run"))[0]
     assert line["rollout/equal_groups"] == 1
     assert line["train/grad_norm"] == 0
+
+
+def test_answers_that_are_all_cut_off_and_not_kept_end_the_run_after_some_steps(cwd, capfd):
+    """Their rewards differ, and no advantage is learned all the same."""
+    (cwd / "rank.py").write_text(RANK)
+    words = [*WORDS, "objective.rewards=[{name: rank}]", "--plugin", str(cwd / "rank.py"), "objective.patience=2"]
+    assert main([*words, "objective.keep_truncated=false", "sampler.max_tokens=2"]) != 0
+    assert "For 2 steps" in capfd.readouterr().err
+    assert history(Path("run"))[0]["rollout/equal_groups"] == 0
 
 
 def test_steps_in_which_nothing_is_learned_count_in_epochs_and_in_the_schedule(cwd):

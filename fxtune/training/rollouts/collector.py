@@ -457,7 +457,7 @@ class Collector:
             raise NumbersError(
                 f"For {patience} steps all answers to a prompt had the same reward ({reward:.3g} on average in the "
                 f"last step){cut}, so nothing is learned. Look at the answers (fxtune report), give prompts that are "
-                "easier or harder, or another reward; sampler.answers and sampler.temperature make answers differ more."
+                "easier or harder, or another reward; sampler.answers and sampler.temperature make them differ more."
             )
 
 

@@ -449,6 +449,8 @@ class Config:
                 f"`train.stop.metric=reward_accuracy`, and `objective={self.objective.name}` has no such metric: "
                 "choose an objective of preferences, or train.stop.metric=loss"
             )
+        if stop.patience and stop.metric is StopMetric.loss and not self.objective.judges_held_out:
+            yield f"{patience}, but without objective.rewards no evaluation is better than another: leave it out"
         if stop.patience and not self.checkpoint.keep_best:
             yield f"{patience} exports the best weights: it needs checkpoint.keep_best=true"
         if self.run.strict and self.train.max_minutes is not None:

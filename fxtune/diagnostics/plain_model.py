@@ -196,7 +196,9 @@ class PlainModel(LanguageModel):
             if images:
                 images = images | images_of(self.model.config).token_types(self.model.config, ids[None])
             output = self.model(input_ids=ids[None], use_cache=False, **images)
-            return output[0][0], [of_router[first:] for of_router in found]
+            # Before the logits stands the auxiliary loss, if the model's config has output_router_logits.
+            numbers = output["logits"] if "logits" in output else output[0]
+            return numbers[0], [of_router[first:] for of_router in found]
         finally:
             self._logits_of_routers = None  # checkpointing runs the routers again, and these outputs do not count
 

@@ -159,8 +159,11 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     if answers > 1:  # a packed row has the prompt of a pair once (data.share_prompts)
         lengths = lengths - np.add.reduceat(shared_tokens(table), table.groups[:-1])
     full, rest = np.divmod(lengths, capacity)
-    packed = max(1.0, len(lengths) / (full.sum() + len(packing_pattern(rest[rest > 0], capacity)[1]) - 1))
+    pieces = full + (rest > 0)
+    packed = max(1.0, pieces.sum() / (full.sum() + len(packing_pattern(rest[rest > 0], capacity)[1]) - 1))
     count = rows.count * (1 - float(found.keys.get("data.eval_fraction") or 0))
+    if len(table.by_group) == len(table) and not rows.format.answers:  # longer documents are split
+        count *= float(pieces.mean())
     # Without packing a micro-batch is a multiple of a group's documents, and groups differ in size.
     if len(table.by_group) * answers == len(table) and epochs * count < STEPS * packed:
         found.set("data.packing", False, f"a document a row: packed rows would give fewer than {STEPS} steps")

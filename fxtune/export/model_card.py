@@ -17,6 +17,11 @@ from fxtune.models.mixers import gates_note
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal.redact import redact
 
+_MERGE_FIRST = (
+    "sentence-transformers takes this folder for a whole model, because the adapter has a config.json beside it. So "
+    "merge it first (`fxtune merge`), and name the merged folder."
+)
+
 
 def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`. Secrets are redacted.
@@ -67,6 +72,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
         *filter(None, [kind.use(list((hf_config.get("id2label") or {}).values()))]),
+        *([_MERGE_FIRST] if adapter and hf_config and kind.head == "pool" else []),
         *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),

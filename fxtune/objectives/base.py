@@ -164,6 +164,11 @@ class Objective:
         """Yield each reason, with its key, why this objective cannot run under `facts`."""
         yield from self.needs.refusals(self.name, facts.degrees)
 
+    @property
+    def judges_held_out(self) -> bool:
+        """Whether an evaluation of held-out rows has a loss, so that one model is better than another."""
+        return True
+
     def keeps_start(self, adapters: bool, epochs: float) -> bool:
         """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains any."""
         return False

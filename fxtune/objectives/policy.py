@@ -225,6 +225,10 @@ class Policy(WithTeacher):
         sums = {name: values.sum().detach() for name, values in metrics.items()}
         return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
 
+    @property
+    def judges_held_out(self) -> bool:
+        return bool(self.rewards)  # a teacher judges the answers of steps alone
+
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
         yield from filter(None, (reward.refusal() for reward in self.rewards))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.teacher import BASE, WithTeacher
 from fxtune.outputs.checkpoint_model import load_checkpoint
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
@@ -84,6 +86,8 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
         )
     # The run may have divided its weights over more ranks than this machine has.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
+    if found.kind is OutputKind.model:
+        _read_merged(config, keys)
     if url is not None:
         return _ask_server(config, found, url)
     compares = config.objective.needs.reference and config.data.holds_out
@@ -96,6 +100,15 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
             f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
         )
     return evaluate(replace(config, model=models.starting_from(config.model, found.folder)), base=base)
+
+
+def _read_merged(config: Config, keys: Sequence[str]) -> None:
+    """Change the config of a run so that it measures a whole model as the model is stored. A merged model is in 16
+    bits, and it has no adapters whose base could be a teacher. `keys`: of the command, which count."""
+    if not any(key.startswith("techniques") for key in keys):
+        config.techniques.quantize.enabled = False
+    if isinstance(config.objective, WithTeacher) and config.objective.teacher == BASE and config.model.path:
+        config.objective.teacher = config.model.path
 
 
 def _base_scores(config: Config) -> Scores:

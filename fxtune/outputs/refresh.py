@@ -25,6 +25,7 @@ from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, readable, writing
 from fxtune.models.load import ModelConfig, starting_from
 from fxtune.objectives.base import GroupObjective
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.reference import Reference
 from fxtune.outputs.refresh_data import RefreshData
 from fxtune.outputs.run_output import ADAPTER_FILE, run_folder
@@ -134,6 +135,8 @@ class _Refresh:
             self._train(entry, config)
             self._judge(entry, data, parent)
         say(_drift_verdict(entry["drift"], config.refresh.alpha))
+        if not config.objective.needs.reads_groups and not isinstance(config.objective, CausalLM):
+            say(f"These losses are of the rows' text; a refresh does not test the loss of {config.objective.name}.")
         if "gate" in entry:
             _say_gate(entry, config, data.noun)
         return entry

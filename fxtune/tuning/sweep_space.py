@@ -226,6 +226,8 @@ def refuse(config: Config, max_kl: float = math.inf) -> None:
             "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "
             "or data.eval_sources"
         )
+    if not config.objective.judges_held_out:
+        refusals.append("objective.rewards: there is none, so no configuration is better than another")
     for key in ("train.stop.patience", "train.max_minutes", "train.eval_share", "train.pause_after"):
         if attrgetter(key)(config):
             refusals.append(f"{key}: {REFUSED[key.removesuffix('.patience')]}. Leave it out")

@@ -221,6 +221,16 @@ def test_the_steps_of_pairs_are_near_the_steps_of_the_run(packing, capfd):
     assert abs(int(said.replace(",", "")) - steps) <= 0.1 * steps
 
 
+def test_the_steps_of_texts_that_are_longer_than_a_row_are_near_the_steps_of_the_run():
+    jsonl("long.jsonl", [{"text": " ".join(question for question, _ in ASKED) * 6}] * 3)
+    assert main(["new", "mine", "--data", "long.jsonl"]) == 0
+    (said,) = re.findall(r"([\d,]+) steps$", Path("recipes/mine.yaml").read_text(), re.MULTILINE)
+    assert main(["preview", "+recipe=mine", "--json", "out.json"]) in (0, None)
+    steps = json.loads(Path("out.json").read_text())["summary"]["steps"]
+    assert steps > 10
+    assert abs(int(said.replace(",", "")) - steps) <= 0.1 * steps
+
+
 def test_few_pairs_have_both_answers_in_a_micro_batch():
     jsonl("few.jsonl", [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in ASKED[:12]])
     assert main(["new", "few", "--data", "few.jsonl"]) == 0

@@ -62,3 +62,11 @@ def test_export_has_the_layout_of_sentence_transformers_and_the_trained_vectors(
         ours = F.normalize(model.vectors(Batch(*row, starts, none, none, tokens=ids.shape[1]), Pool.last)[0], dim=0)
     assert torch.allclose(ours, found[0], atol=1e-5)
     assert torch.allclose(ours, found[-1], atol=0.02)  # the merged weights are rounded to the bfloat16 of the base
+
+
+def test_the_card_of_an_adapter_that_sentence_transformers_cannot_read_says_so(cwd):
+    write_jsonl(Path("rows.jsonl"), [{"query": f"Where is {n}?", "positive": f"{n} is here."} for n in range(24)])
+    for folder, tokens in (("plain", []), ("more", ["model.add_tokens=['<x>']"])):
+        assert main([*WORDS, "techniques.lora.enabled=true", f"run.dir={folder}", *tokens]) == 0
+        has_config = Path(folder, "adapter/config.json").exists()
+        assert has_config == bool(tokens) == ("fxtune merge" in Path(folder, "adapter/README.md").read_text())

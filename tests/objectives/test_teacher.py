@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from support.rows import write_jsonl
-from support.runs import figures, history
+from support.runs import figures, history, same_export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli.main import main
@@ -79,6 +79,21 @@ def test_the_student_comes_nearer_to_its_teacher(cwd):
     kl = [line["rollout/teacher_kl"] for line in history(Path("run")) if "rollout/teacher_kl" in line]
     assert kl[0] > 0.005
     assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2])
+
+
+def test_without_rewards_the_last_weights_are_exported(cwd):
+    """Evaluations of a run without rewards have no loss: equal losses would make the first weights the best."""
+    words = [*WORDS, "objective.teacher=builtin:tiny-orders"]
+    evaluations = ["data.eval_sources=[{path: rows.jsonl}]", "data.on_overlap=keep", "train.eval_every=1"]
+    assert main([*words, *evaluations]) == 0
+    assert main([*words, "run.dir=without"]) == 0
+    assert same_export("run", "without")
+
+
+def test_without_rewards_no_evaluation_ends_a_run_early(cwd, capsys):
+    words = [*WORDS, "objective.teacher=builtin:tiny-orders", "data.eval_sources=[{path: rows.jsonl}]"]
+    assert main([*words, "train.eval_every=1", "train.stop.patience=1"]) != 0
+    assert "objective.rewards" in capsys.readouterr().err
 
 
 def test_the_base_as_a_teacher_begins_with_no_distance(cwd):

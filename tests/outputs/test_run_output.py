@@ -181,3 +181,32 @@ def test_an_adapter_with_a_flipped_byte_is_used_by_no_command(lamp, monkeypatch,
     options = lamp / "checkpoints" / "step-00000001"
     flip(next(options.glob("*.safetensors")))
     assert main(["verify", "lamp/step-1"]) == 1
+
+
+MERGED = [
+    *("+recipe=quickstart", "data.sources.0.limit=60", "data.questions.path=null", "data.eval_fraction=0.2"),
+    *("train.max_steps=3", "run.dir=run", "run.device=cpu", "run.report=false", "data.cache_dir=cache"),
+]
+
+
+def test_a_merged_model_is_measured_in_16_bits(cwd, capsys):
+    """Training over nf4 would otherwise quantize the merged model again."""
+    pytest.importorskip("bitsandbytes")
+    assert main([*MERGED, "techniques.quantize.enabled=true", "techniques.quantize.type=nf4"]) == 0
+    assert main(["merge", "run"]) == 0
+    found = []
+    for keys in ([], ["techniques.quantize.enabled=false"], ["techniques.quantize.enabled=true"]):
+        capsys.readouterr()
+        assert main(["eval", "run/merged", *keys]) == 0
+        found.append(figures(capsys))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_merged_model_is_measured_against_the_base_that_taught_its_run(cwd, capsys):
+    teacher = ["objective=distillation", "objective.teacher=base", "objective.text_weight=0.5", "model.dtype=float32"]
+    assert main([*MERGED, *teacher]) == 0
+    assert main(["merge", "run"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "run/merged"]) == 0
+    trained = next(line["eval/loss"] for line in history(Path("run")) if "eval/loss" in line)
+    assert float(figures(capsys).split("│")[2]) == pytest.approx(trained, abs=0.01)

@@ -177,7 +177,8 @@ def suggested_columns(rows: list[dict[str, Any]], columns: list[str]) -> dict[st
     inner = {f"{column}.{key}": held for column, value in objects.items() for key, held in value.items()}
     for column, value in (values | inner).items():
         if is_chat(value, "role") and column != "messages":
-            return {column: "messages"}
+            answer = _closest_column("completion", [other for other in columns if other != column])
+            return {answer: "completion"} if answer and column == "prompt" else {column: "messages"}
         if is_chat(value, "from", "value") and column != "conversations":
             return {column: "conversations"}
     rename: dict[str, str] = {}

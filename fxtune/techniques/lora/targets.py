@@ -163,6 +163,9 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
     if trains_rows:
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
         yield from trained_tokens.refusals(model, trained)
+    if block := next((path for path in chosen.modules if not hasattr(named[path], "weight")), ""):
+        kind = type(named[block]).__name__
+        yield f"target_modules: {block} is a {kind}, which is no linear. Name linears: {', '.join(kinds)}."
     for path in chosen.modules:
         if is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
             yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."
@@ -400,7 +403,8 @@ def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int]
     values: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in options}
     lora = LoraOptions(rank_pattern=dict(ranks), **values)
     chosen, beside = select(model, lora), {*image_modules(model)}
-    modules = [(path, model.get_submodule(path)) for path in chosen.modules]
+    named = [(path, model.get_submodule(path)) for path in chosen.modules]
+    modules = [(path, module) for path, module in named if hasattr(module, "weight")]  # others are refused
     counts = [(_rank_of(lora, path) * sum(module.weight.shape), module in beside) for path, module in modules]
     # Gate and up are one product. peft may give its adapter a multiple of the rank.
     joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))

@@ -90,7 +90,8 @@ class Collector:
         """The name of each reward in figures."""
         rewards = zip(self.keys, self.objective.rewards, strict=True)
         calls = [Call(reward.name, dict(reward.options), key) for key, reward in rewards]
-        self.workers = RewardWorkers(calls, config.sampler.reward_seconds, config.sampler.reward_workers)
+        limits = config.sampler.reward_seconds, config.sampler.reward_workers
+        self.workers = RewardWorkers(calls, *limits, self._refuse_bad_reward)
 
     def close(self) -> None:
         self.workers.close()
@@ -326,13 +327,16 @@ class Collector:
             return usable
         raise _no_rewards(found[0][0], found[0][2])
 
-    def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
-        """Set the rewards of the answers to one prompt."""
-        if scores.problem and self.objective.on_bad_reward is OnBadReward.error:
+    def _refuse_bad_reward(self, group: Group, scores: Scores) -> None:
+        """Raise ConfigError if a failing reward ends the run."""
+        if self.objective.on_bad_reward is OnBadReward.error:
             raise ConfigError(
                 f"objective.rewards: {scores.problem}. The prompt: {group.where}. Correct the reward, or set "
                 "objective.on_bad_reward=drop to leave such prompts out."
             )
+
+    def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
+        """Set the rewards of the answers to one prompt."""
         if scores.problem:
             self.note(f"Left out the answers to {group.where}: {scores.problem}.")
         for at, answer in enumerate(answers):
@@ -435,24 +439,25 @@ class Collector:
             )
 
     def _check_progress(self, step: int) -> None:
-        """Raise NumbersError if no prompt of the last `patience` steps had answers with different rewards."""
+        """Raise NumbersError if no answer of the last `patience` steps had an advantage."""
         patience = self.objective.patience
-        if step + 1 < patience or self.figures["rollout/equal_groups"] < 1:
+        if step + 1 < patience or self.figures["rollout/idle"] < 1:
             return
 
         def idle() -> bool:
             earlier = range(step - patience + 1, step + 1)
             return all(
-                self.rollouts.has(earlier_step) and self.rollouts.figures(earlier_step)["figures"]["equal_groups"] == 1
+                self.rollouts.has(earlier_step) and self.rollouts.figures(earlier_step)["figures"]["idle"] == 1
                 for earlier_step in earlier
             )
 
         if self.world.from_main(idle, "looking at earlier rewards"):
             reward = self.figures["rollout/reward"]
+            cut = ", or were cut off at sampler.max_tokens" * (not self.objective.keep_truncated)
             raise NumbersError(
                 f"For {patience} steps all answers to a prompt had the same reward ({reward:.3g} on average in the "
-                "last step), so nothing is learned. Look at the answers (fxtune report), give prompts that are easier "
-                "or harder, or another reward; sampler.answers and sampler.temperature make answers differ more."
+                f"last step){cut}, so nothing is learned. Look at the answers (fxtune report), give prompts that are "
+                "easier or harder, or another reward; sampler.answers and sampler.temperature make them differ more."
             )
 
 

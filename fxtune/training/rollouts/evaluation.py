@@ -15,9 +15,10 @@ class RewardEvaluation:
 
     def figures(self, rows_per_pass: RowsPerPass, rows: int) -> dict[str, float]:
         """eval/reward and other figures. eval/loss is the reward times -1, so that the best weights have the lowest
-        loss."""
+        loss. Without rewards there is no loss, because equal losses would make the first weights the best."""
         means = self.collector.evaluate(self.plan)
-        return {f"eval/{name}": value for name, value in {"loss": -means["reward"], **means}.items()}
+        loss = {"loss": -means["reward"]} if self.collector.objective.judges_held_out else {}
+        return {f"eval/{name}": value for name, value in {**loss, **means}.items()}
 
     def close(self) -> None:
         self.collector.close()

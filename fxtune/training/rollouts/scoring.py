@@ -81,10 +81,17 @@ class Scores:
 
 
 class RewardWorkers:
-    """Worker processes. `seconds`: the time limit for the answers to one prompt. Call close() at the end."""
+    """Worker processes. `seconds`: the time limit for the answers to one prompt. `failed`: called as soon as a group
+    has a problem; if it raises an error, score() ends and waits for no other group. Call close() at the end."""
 
-    def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
-        self.calls, self.seconds, self.processes = list(calls), seconds, processes
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        seconds: float,
+        processes: int,
+        failed: Callable[[Group, Scores], None] = lambda group, scores: None,
+    ) -> None:
+        self.calls, self.seconds, self.processes, self.failed = list(calls), seconds, processes, failed
         self._workers: dict[Connection, BaseProcess] = {}
         self._homes: dict[int, Connection | str] = {}
         """{Group.key: the process with the environments, or why this process ended}."""
@@ -129,14 +136,17 @@ class RewardWorkers:
                     found[at := busy.pop(pipe)[0]] = answer
                     if answer.problem and groups[at].calls is not None:
                         self._homes[groups[at].key] = answer.problem
+                    if answer.problem:
+                        self.failed(groups[at], answer)
                 else:  # the name of the reward or tool that starts
                     running[pipe] = answer
             # A result that arrived while another process started is in time.
             late = [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic() and not pipe.poll()]
             for pipe in late:
                 problem = f"the {running[pipe]} took longer than sampler.reward_seconds={self.seconds:g}"
-                found[at := busy.pop(pipe)[0]] = Scores(problem=problem)
+                found[at := busy.pop(pipe)[0]] = scores = Scores(problem=problem)
                 self._end(pipe, f"{problem} ({groups[at].where})")
+                self.failed(groups[at], scores)
         return [scores for scores in found if scores is not None]
 
     def close(self) -> None:

@@ -221,6 +221,7 @@ def test_the_format_of_a_source_is_that_of_most_rows() -> None:
         ({"messages": [{"from": "human", "value": "a"}]}, "columns: {messages: conversations}"),
         ({"question": "a", "response": "b"}, "columns: {question: prompt, response: completion}"),
         ({"content": "a", "id": 1}, "columns: {content: text}"),
+        ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, "columns: {answer: completion}"),
     ],
 )
 def test_unknown_rows_get_a_hint_at_columns(row: dict[str, Any], advice: str) -> None:

@@ -90,6 +90,10 @@ def test_the_adapter_is_drawn_from_the_seed():
             "target_modules: q_prj is no module of this model. Did you mean q_proj? Its linears are down_proj, gate_proj",
         ),
         ({"modules_to_save": ["head"]}, "modules_to_save: head is no module"),
+        (
+            {"target_modules": ["self_attn"]},
+            "self_attn is a LlamaAttention, which is no linear. Name linears: down_proj",
+        ),
         ({"target_modules": []}, "target_modules: empty"),
         ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
         ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),

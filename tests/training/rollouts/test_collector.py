@@ -37,6 +37,23 @@ def picky(completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
 """
 
+RANK = """
+import fxtune
+
+@fxtune.reward("rank")
+def rank(completions, **kwargs):
+    return [float(at) for at in range(len(completions))]
+"""
+COUNTING = """
+import fxtune
+
+@fxtune.reward("counting")
+def counting(completions, **kwargs):
+    with open("asked", "a") as file:
+        file.write("a prompt\\n")
+    raise KeyError("no judge")
+"""
+
 
 @pytest.fixture(autouse=True)
 def rows(cwd):
@@ -142,6 +159,15 @@ def test_equal_rewards_are_not_learned_and_end_the_run_after_some_steps(cwd, cap
     assert line["train/grad_norm"] == 0
 
 
+def test_answers_that_are_all_cut_off_and_not_kept_end_the_run_after_some_steps(cwd, capfd):
+    """Their rewards differ, and no advantage is learned all the same."""
+    (cwd / "rank.py").write_text(RANK)
+    words = [*WORDS, "objective.rewards=[{name: rank}]", "--plugin", str(cwd / "rank.py"), "objective.patience=2"]
+    assert main([*words, "objective.keep_truncated=false", "sampler.max_tokens=2"]) != 0
+    assert "For 2 steps" in capfd.readouterr().err
+    assert history(Path("run"))[0]["rollout/equal_groups"] == 0
+
+
 def test_steps_in_which_nothing_is_learned_count_in_epochs_and_in_the_schedule(cwd):
     words = ["objective.rewards=[{name: regex, options: {pattern: '~~'}}]", "objective.patience=99"]
     words += ["train.max_steps=null", "train.epochs=1.5", "schedule.name=linear", "schedule.warmup_steps=0"]
@@ -232,3 +258,11 @@ def test_evidence_says_what_wrote_the_answers_and_whether_they_come_again(cwd):
     (seen,) = [row for row in json.loads(Path("run/evidence.json").read_text()) if row["technique"] == "sampler"]
     assert seen["acted"]
     assert "the same bits" in seen["observed"]
+
+
+def test_a_failing_reward_ends_the_run_before_the_other_prompts_are_scored(cwd):
+    """Otherwise a reward that hangs would hang once for each prompt."""
+    (cwd / "counting.py").write_text(COUNTING)
+    words = [*WORDS, "objective.rewards=[{name: counting}]", "--plugin", str(cwd / "counting.py")]
+    assert main([*words, "sampler.reward_workers=1"]) == 2
+    assert Path("asked").read_text() == "a prompt\n"

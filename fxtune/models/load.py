@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, TypeVar
 
 import torch
 
@@ -83,6 +83,9 @@ class ModelConfig:
     def on_hub(self) -> bool:
         path = self.path or ""
         return bool(path) and not path.startswith("builtin:") and not os.path.exists(os.path.expanduser(path))
+
+
+_Model = TypeVar("_Model", bound=ModelConfig)
 
 
 @dataclass
@@ -166,7 +169,7 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
     return config
 
 
-def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
+def with_shipped_config(model: _Model, plans: bool = False) -> _Model:
     """`model`; if the hub does not give its files, the same model with random weights and the config that ships with
     fxtune. This is for callers that need no weights. `plans`: the caller needs no tokenizer either, and must know
     whether the checkpoint is quantized.
@@ -176,7 +179,7 @@ def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
     if not model.on_hub or "model_type" in model.architecture or model.trust_remote_code:
         return model
     assert model.path is not None
-    if (found := config_without_hub(model.path, model.revision)) is None:
+    if (found := config_without_hub(model.path, model.revision, model.key)) is None:
         return model
     if not plans and model.tokenizer is None:
         raise HubError(

@@ -38,14 +38,14 @@ def shipped_configs() -> dict[str, ShippedConfig]:
 
 
 @lru_cache
-def config_without_hub(path: str, revision: str | None) -> ShippedConfig | None:
-    """The shipped config of the model `path`; None if the hub or its cache has the model. Prints a line if the shipped
-    config is used.
+def config_without_hub(path: str, revision: str | None, key: str = "model.path") -> ShippedConfig | None:
+    """The shipped config of the model `path`, which the recipe names by `key`; None if the hub or its cache has the
+    model. Prints a line if the shipped config is used.
 
     Raises HubError if the model's config does not ship with fxtune, and other errors as locate() does.
     """
     try:
-        locate(path, revision)
+        locate(path, revision, key)
         return None
     except (HubError, GatedError) as error:
         if (found := shipped_configs().get(path)) is None:
@@ -54,5 +54,5 @@ def config_without_hub(path: str, revision: str | None) -> ShippedConfig | None:
                 "model.architecture (model_type and its sizes) with model.init=random needs no hub."
             ) from error
         why = "the model is gated" if isinstance(error, GatedError) else "the hub cannot be reached"
-        say(f"model.path={path}: {why}, so the config that ships with fxtune is used (from {found.source}).")
+        say(f"{key}={path}: {why}, so the config that ships with fxtune is used (from {found.source}).")
         return found

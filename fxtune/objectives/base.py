@@ -99,6 +99,10 @@ class Objective:
         """The number of forward passes without gradient for each training pass: one for step_values()."""
         return int(self.needs.whole_step)
 
+    def for_plan(self) -> Objective:
+        """This objective for a plan, which loads no weight: a config that ships with fxtune is enough."""
+        return self
+
     def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
         """A frozen model that computes each micro-batch beside the `trained` model; None if there is none. Its tokens
         must be the trained model's tokens."""

@@ -6,6 +6,7 @@ rows, so that the logits of teacher and student exist for one chunk at a time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import TopTargets
-from fxtune.models.load import FrozenModelConfig, ModelConfig, frozen_model
+from fxtune.models.load import FrozenModelConfig, ModelConfig, frozen_model, with_shipped_config
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 
@@ -70,6 +71,9 @@ class WithTeacher(Objective):
     """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
     The student is not quantized by this. null: the teacher's weights keep model.dtype."""
 
+    def __post_init__(self) -> None:
+        self._plans = False
+
     def normalizer(self, plan: Plan, step: int) -> float:
         return float(plan.supervised(step))
 
@@ -80,8 +84,17 @@ class WithTeacher(Objective):
     def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
         if self.teacher in ("", BASE) or self.teacher_is_server:
             return None
+        if self._plans:
+            model = FrozenModelConfig(path=self.teacher, revision=self.teacher_revision, dtype=trained.dtype)
+            if (shipped := with_shipped_config(model, plans=True)) is not model:
+                return replace(shipped, quantize=self.teacher_quantize)
         model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
         return replace(model, quantize=self.teacher_quantize)
+
+    def for_plan(self) -> Objective:
+        planned = copy.copy(self)
+        planned._plans = True
+        return planned
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)

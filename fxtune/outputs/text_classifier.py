@@ -50,8 +50,8 @@ class TextClassifier:
             )
         self.objective = (output.config.get("objective") or {}).get("name", "")
         self.are_chats = bool(output.about(CHATS))
-        several = ("the user's turn", "the assistant's turn") if self.are_chats else ("a text", "another text")
-        self.parts = PARTS.get(self.objective) or several[: 2 if pairs or self.are_chats else 1]
+        texts = ("the user's turn", "the assistant's turn") if self.are_chats else ("a text", "another text")
+        self.parts = PARTS.get(self.objective) or texts[: 2 if pairs or self.are_chats else 1]
         """What the texts of a line are, with a tab between them. A classifier of chats reads any number of turns."""
         self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
         """The thresholds that an evaluation has chosen."""

@@ -67,7 +67,9 @@ def _frozen_model(config: Config) -> Iterator[str]:
     families pad their tables of tokens differently, and Qwen2.5 has 151,936 rows in small models and 152,064 in large
     ones."""
     model = config.objective.frozen_model(config.model)
-    if model is None:
+    if model is None or None in (
+        each.tokenizer or each.path for each in (config.model, model)
+    ):  # a plan has no tokens
         return
     own, other = (load_tokenizer(each).get_vocab() for each in (config.model, model))
     different = sorted((number, token) for token, number in own.items() if other.get(token) != number)

@@ -90,7 +90,14 @@ def test_each_recipe_of_the_hub_is_planned_without_it(name, tmp_path, capsys):
     """An H200 for each card that its header asks for; the tokens are given, since no tokenizer is here."""
     code = main(["plan", f"+recipe={name}", "--gpu", "H200", "--gpus", "8", "--tokens", "2e9"])
     said = capsys.readouterr()
-    assert code == 0 or (code in (2, 6) and "model.path" not in said.err), said.err  # 6: a teacher of the hub
+    assert code == 0 or (code == 2 and "model.path" not in said.err), said.err
+
+
+def test_a_teacher_of_the_hub_is_planned_without_it(tmp_path, capsys):
+    plan = "plan", "+recipe=distill_on_policy", "--gpu", "H200", "--tokens", "2e7"
+    small, large = (figures(tmp_path, *plan, f"objective.teacher=Qwen/Qwen3-{size}B") for size in ("1.7", "8"))
+    assert large["memory_gib"] > small["memory_gib"] + 10, "of 8.2 and 1.7 billion weights in 16 bits"
+    assert "objective.teacher=Qwen/Qwen3-8B: the hub cannot be reached" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_the_hub_tokens_are_not_counted_by_another_tokenizer(tmp_path, capsys):

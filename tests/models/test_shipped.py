@@ -63,14 +63,14 @@ def test_random_weights_need_a_config_and_a_tokenizer_but_no_hub(capsys):
 
 
 def test_files_of_the_hub_win_over_the_shipped_config(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(shipped, "locate", lambda path, revision: Origin(tmp_path, path, revision))
+    monkeypatch.setattr(shipped, "locate", lambda path, revision, key: Origin(tmp_path, path, revision))
     model = ModelConfig(path=LLAMA)
     assert with_shipped_config(model, plans=True) is model
     assert capsys.readouterr().out == ""
 
 
 def test_a_gated_model_needs_no_token_for_a_plan(monkeypatch, capsys):
-    def refuse(path, revision):
+    def refuse(path, revision, key):
         raise GatedError(f"{path} is gated")
 
     monkeypatch.setattr(shipped, "locate", refuse)

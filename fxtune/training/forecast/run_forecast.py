@@ -328,7 +328,7 @@ def with_lengths(config: Config, card: MachineFacts, tokens: float | None) -> tu
     they are not known). `tokens`: the tokens of an epoch; None: they are counted in the data."""
     model = with_shipped_config(config.model, plans=True)
     no_tokenizer = model is not config.model and model.tokenizer is None
-    config = replace(config, model=model)
+    config = replace(config, model=model, objective=config.objective.for_plan())
     if tokens is not None or no_tokenizer:
         return config, "The tokenizer is not here." if tokens is None else Lengths.full_rows(int(tokens), config)
     decided, _, _ = decide_rows(config, card, load_config(model, config.objective.needs.head))

@@ -230,6 +230,11 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
     if before is None:
         if resume == "must":
             raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
+        if any((root / CHECKPOINTS).glob("step-*")):
+            raise StorageError(
+                f"{root} has checkpoints and no config.yaml, which says what run they are of. Bring it back, or set "
+                "run.dir to a new folder."
+            )
         return _start(found, config)
     if resume == "never":
         raise ConfigError(

@@ -225,7 +225,8 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
-    text = HELP.format(version=__version__, commands=commands, shipped=discovery.place(discovery.shipped("recipes")))
+    places = {kind: discovery.place(discovery.shipped(kind)) for kind in ("recipes", "docs")}
+    text = HELP.format(version=__version__, commands=commands, **places)
     return "\n\n".join(filter(None, [text, plugins.summary()]))
 
 

@@ -56,6 +56,17 @@ def test_run_that_is_refused_leaves_no_folder_and_other_runs_stay():
     assert [*Path("runs").iterdir()] == [first.path]
 
 
+def test_checkpoints_without_a_config_are_not_trained_over():
+    step = start(folder="mine").path / "checkpoints" / "step-00000008"
+    step.mkdir(parents=True)
+    Path("mine/config.yaml").unlink()
+    with pytest.raises(StorageError, match=r"mine has checkpoints and no config\.yaml"):
+        start(folder="mine")
+    assert step.is_dir()
+    shutil.rmtree("mine/checkpoints")
+    assert not start(folder="mine").resumed
+
+
 def test_two_unfinished_runs_are_each_resumed():
     assert [start().path, start(config=OTHER).path] == [Path("runs/a"), Path("runs/a-2")]
     for _ in range(2):

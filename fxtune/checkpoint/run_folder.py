@@ -359,7 +359,7 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
     with readable(f"{file}, the config of the run there, cannot be read", remedy):
         if not file.is_file():
             raise ValueError("it is no regular file")
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         try:
             _require_simple_yaml(text)
             config = yaml.safe_load(text)

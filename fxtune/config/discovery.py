@@ -50,7 +50,7 @@ class Recipe:
 
 
 def shipped(kind: str) -> Path:
-    """The shipped folder `recipes`, `configs` or `docs`: beside the package in a checkout, inside the package in a wheel."""
+    """The shipped folder `recipes`, `configs` or `docs`: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
 

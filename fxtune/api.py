@@ -62,17 +62,21 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
 
 
 def preview(
-    recipe: str | Path | Config, overrides: Sequence[str] = (), *, html: Path | None = None, json: Path | None = None
+    recipe: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    html: str | Path | None = None,
+    json: str | Path | None = None,
 ) -> None:
     """Print the first samples as the model will see them, and what a step needs. `html`: a file for the page. `json`:
     a file for the samples. Raises the errors of train(), and StorageError if a file cannot be written."""
     from fxtune.diagnostics import preview as page
 
     if json is not None:
-        require_writable(json)
-    found = page.preview(_config(recipe, overrides), html=html)
+        require_writable(Path(json))
+    found = page.preview(_config(recipe, overrides), html=None if html is None else Path(html))
     if json is not None:
-        write_json(json, found)
+        write_json(Path(json), found)
 
 
 def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:

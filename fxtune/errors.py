@@ -186,6 +186,7 @@ _REMEDIES = {
     errno.EPERM: "Mend its permissions",
     errno.EROFS: "The disk can only be read: make it writable",
     errno.ENOENT: "Make the folder, and give the same command again",
+    errno.ENOTDIR: "A part of this path is a file: remove or rename the file",
 }
 
 

@@ -137,6 +137,12 @@ a second line \\" \\"""
     assert compose.load(api._as_command(config, tmp_path / "config.yaml")) == config
 
 
+def test_preview_takes_the_names_of_files_as_texts(tmp_path, capsys):
+    fxtune.preview("quickstart", html=str(tmp_path / "page.html"), json=str(tmp_path / "page.json"))
+    assert json.loads((tmp_path / "page.json").read_text())
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
 def test_plan_is_a_forecast_of_the_run():
     forecast = fxtune.plan("quickstart", gpu="L4")
     assert forecast.fits

@@ -230,6 +230,11 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
     if before is None:
         if resume == "must":
             raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
+        if any((root / CHECKPOINTS).glob("step-*")):
+            raise StorageError(
+                f"{root} has checkpoints and no config.yaml, which says what run they are of. Bring it back, or set "
+                "run.dir to a new folder."
+            )
         return _start(found, config)
     if resume == "never":
         raise ConfigError(
@@ -354,7 +359,7 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
     with readable(f"{file}, the config of the run there, cannot be read", remedy):
         if not file.is_file():
             raise ValueError("it is no regular file")
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         try:
             _require_simple_yaml(text)
             config = yaml.safe_load(text)

@@ -37,7 +37,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from rich.live import Live
 from rich.table import Column, Table
@@ -82,7 +82,7 @@ def run(
             say(plain(f"{output.folder} answers."))  # a name may be the name of several runs
             chat.talk()
         else:
-            for line in sys.stdin:
+            for line in _lines():
                 if (prompt := line.strip()) and chat.handle_line(prompt):
                     chat.start_anew()
             if chat.errors:
@@ -90,6 +90,13 @@ def run(
     except Stopped as stop:
         stop.outcome = "the chat is over."
         raise
+
+
+def _lines() -> IO[str]:
+    """Standard input as UTF-8, whatever the locale is. Other bytes become characters that the model's texts refuse."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin
 
 
 def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
@@ -102,7 +109,7 @@ def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
     if sys.stdin.isatty():
         say(f"{', a tab and '.join(classifier.parts).capitalize()} a line; Ctrl-D ends.")
     read: list[dict[str, Any]] = []
-    for number, line in enumerate(sys.stdin, 1):
+    for number, line in enumerate(_lines(), 1):
         if text := line.strip():
             try:
                 found = classifier.read(text)

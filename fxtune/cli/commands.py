@@ -307,8 +307,9 @@ examples
 
 recipes
   +recipe=NAME is recipes/NAME.yaml of this folder, else the one that ships in
-  {shipped}; +recipe=./mine.yaml is a file of yours.
+  {recipes}; +recipe=./mine.yaml is a file of yours.
   Start your own: fxtune recipes copy quickstart recipes/mine.yaml
+  A page that a message names, such as docs/data.md, is in {docs}.
 
 options
   -m, --multirun      one run for each combination of key=a,b

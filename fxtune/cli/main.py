@@ -35,6 +35,7 @@ from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.library_log import LIBRARY_LOG
 from fxtune.system.terminal.redact import redacted_output
 from fxtune.system.terminal.startup import STARTUP
+from fxtune.system.terminal.streams import open_closed_streams
 from fxtune.upstream.tokenizers import panics_as_errors
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     A rank that failed on a GPU ends inside this call: on its own exit, Python would close connections, and wait for
     other ranks.
     """
+    open_closed_streams()
     try:
         return _ended_by_signals(argv)
     except KeyboardInterrupt as stop:  # a signal came while the signal handlers were set or removed
@@ -172,6 +174,8 @@ def _run_parsed(
 
         console().quiet = True  # rank 0 talks to the user
     named = [text for text in options.overrides if not _is_key(text)]
+    if command is COMMANDS["train"] and (late := [text for text in named if text in COMMANDS]):
+        raise ConfigError(f"`{late[0]}`: a command is the first word: fxtune {late[0]} ..., then its options.")
     if not argv or (options.help and (argv[0] not in (command.name, "help") or argv == ["help"])):
         print(_help())
     elif options.help:
@@ -221,7 +225,8 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
-    text = HELP.format(version=__version__, commands=commands, shipped=discovery.place(discovery.shipped("recipes")))
+    places = {kind: discovery.place(discovery.shipped(kind)) for kind in ("recipes", "docs")}
+    text = HELP.format(version=__version__, commands=commands, **places)
     return "\n\n".join(filter(None, [text, plugins.summary()]))
 
 

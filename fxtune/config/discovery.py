@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +50,21 @@ class Recipe:
 
 
 def shipped(kind: str) -> Path:
-    """The shipped folder `recipes` or `configs`: beside the package in a checkout, inside the package in a wheel."""
+    """The shipped folder `recipes`, `configs` or `docs`: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
+
+
+@contextmanager
+def removed_if_unfinished(*paths: Path) -> Iterator[None]:
+    """Remove `paths` if the body raises: a part of a recipe is no recipe, and the next try would not overwrite it."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
+        raise
 
 
 def write_new(path: Path, text: str) -> None:
@@ -58,12 +72,14 @@ def write_new(path: Path, text: str) -> None:
     with writing(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with path.open("x", encoding="utf-8") as file:  # "x" fails if the file exists, without a race
-                file.write(text)
+            file = path.open("x", encoding="utf-8")  # "x" fails if the file exists, without a race
         except FileExistsError as error:
             raise StorageError(f"{path} exists already and is not overwritten. Give another name.") from error
-        if path.parent.resolve() != shipped("recipes").resolve():
-            shutil.copyfile(shipped("recipes") / SCHEMA, path.parent / SCHEMA)
+        with removed_if_unfinished(path):
+            with file:
+                file.write(text)
+            if path.parent.resolve() != shipped("recipes").resolve():
+                shutil.copyfile(shipped("recipes") / SCHEMA, path.parent / SCHEMA)
 
 
 def recipes() -> dict[str, Recipe]:

@@ -83,9 +83,9 @@ def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         seen = f"{folder}: {free / GIB:,.0f} GiB free"
-        if not os.access(existing, os.W_OK):
-            seen, remedy = f"{folder}: {existing} is not writable", f"use another folder, or make {existing} writable"
-            yield Finding(what, seen, State.broken, remedy)
+        fault, change = ("not writable", "make it writable") if existing.is_dir() else ("no folder", "remove it")
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            yield Finding(what, f"{folder}: {existing} is {fault}", State.broken, f"use another folder, or {change}")
             continue
         remedy = "free some space: a checkpoint is written before the previous one is removed"
         yield Finding(what, seen, State.warning, remedy) if free < LOW_DISK else Finding(what, seen)

@@ -24,7 +24,7 @@ from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.drafts import recipe
 from fxtune.drafts.rows import MOST_ROWS, Rows, spread
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, writing
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
 from fxtune.objectives.registry import OBJECTIVES
@@ -262,8 +262,9 @@ def write(found: Draft, name: str, rows: Rows, table: TokenTable, command: str) 
     title = f"{found.keys['model.path']} on {rows.source.path}"
     written = f"Written by `{command}`. Each line is a guess that you can change."
     comments = [title, "", f"  fxtune +recipe={name}", "", written]
-    recipe.write(name, recipe.text(comments, found.keys, found.reasons))
+    path = recipe.write(name, recipe.text(comments, found.keys, found.reasons))
     if found.keys.get("data.questions.path") == str(questions := _questions(name)):
         bad = {row["where"] for row in table.read_bad_rows(open_source(rows.source).file_names)}
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS, bad)]
-        questions.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with discovery.removed_if_unfinished(path, questions), writing(f"{questions} cannot be written"):
+            questions.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ import yaml
 from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.errors import ConfigError
 
 WIDTH = 50
 """The column at which reasons begin."""
@@ -47,11 +46,8 @@ def write(name: str, content: str) -> Path:
     written, ConfigError if a run would refuse it."""
     path = discovery.LOCAL / f"{name}.yaml"
     discovery.write_new(path, content)
-    try:
+    with discovery.removed_if_unfinished(path):
         load([f"+recipe={name}"])
-    except ConfigError:
-        path.unlink()
-        raise
     return path
 
 

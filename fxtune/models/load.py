@@ -103,7 +103,7 @@ def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelCo
     if not file.exists():
         return FrozenModelConfig(path=name, revision=revision, dtype=dtype)
     try:
-        options = json.loads(file.read_text())
+        options = json.loads(file.read_text(encoding="utf-8"))
         base, commit = options["base_model_name_or_path"], options.get("revision")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
@@ -208,13 +208,13 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / CONFIG
     with readable(f"{file} cannot be used", "Use a complete copy."):
-        config = with_head_of_task(config, json.loads(file.read_text()).get("task_type"))
+        config = with_head_of_task(config, json.loads(file.read_text(encoding="utf-8")).get("task_type"))
     file = adapter.folder / "config.json"
     if not file.exists():
         return config
     remedy = "It holds the RoPE scaling that the adapter was trained with: use a complete copy of the adapter."
     with readable(f"{file} cannot be used", remedy):
-        kind = json.loads(file.read_text())["model_type"]
+        kind = json.loads(file.read_text(encoding="utf-8"))["model_type"]
         whole = type(config).from_pretrained(adapter.folder) if kind == config.model_type else None
     if whole is None:
         raise ConfigError(

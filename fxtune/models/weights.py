@@ -58,7 +58,7 @@ def unpacks(origin: Origin, hf_config: Any) -> bool:
     bfloat16. shards.read() can read the experts packed."""
     if hf_config.model_type != "gpt_oss":
         return False
-    stored = json.loads((origin.folder / "config.json").read_text()).get("quantization_config") or {}
+    stored = json.loads((origin.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
     return bool(stored.get("quant_method") == "mxfp4")
 
 
@@ -260,7 +260,7 @@ def readable_files(origin: Origin) -> list[Path]:
     index = origin.folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             if not files:
                 raise ValueError("it names no files")
         except (ValueError, KeyError, AttributeError, TypeError) as error:

@@ -11,6 +11,7 @@ import torch
 from fxtune.data.chat.encode import EncodedGroup, Encoder
 from fxtune.data.chat.template_source import write_pair
 from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.values import unicode_fault
 from fxtune.errors import ConfigError, DataError
 from fxtune.models.kinds.scorer import RELEVANCE_LABEL, SCORE_LABEL, Scorer
 from fxtune.objectives.classification import ALL_ABOVE
@@ -62,7 +63,9 @@ class TextClassifier:
     @torch.inference_mode()
     def read(self, line: str) -> dict[str, float]:
         """The share of each class, the largest first; or the score of a line under the name of its label. Raises
-        DataError if the line has other texts than the model reads."""
+        DataError if the line has other texts than the model reads, or bytes that are not UTF-8."""
+        if fault := unicode_fault(line):
+            raise DataError(fault)
         texts = line.split("\t") if len(self.parts) > 1 or self.are_chats else [line]
         if not all(map(str.strip, texts)) or (len(texts) != len(self.parts) and not self.are_chats):
             raise DataError(f"a line for this model is {', a tab and '.join(self.parts)}")

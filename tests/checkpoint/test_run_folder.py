@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,25 @@ def test_run_that_is_refused_leaves_no_folder_and_other_runs_stay():
     first = start()
     start(config=OTHER).abandon()
     assert [*Path("runs").iterdir()] == [first.path]
+
+
+def test_checkpoints_without_a_config_are_not_trained_over():
+    step = start(folder="mine").path / "checkpoints" / "step-00000008"
+    step.mkdir(parents=True)
+    Path("mine/config.yaml").unlink()
+    with pytest.raises(StorageError, match=r"mine has checkpoints and no config\.yaml"):
+        start(folder="mine")
+    assert step.is_dir()
+    shutil.rmtree("mine/checkpoints")
+    assert not start(folder="mine").resumed
+
+
+def test_a_locale_without_utf_8_reads_the_config_of_a_run_that_has_other_characters():
+    start(folder="mine", config={**CONFIG, "data": {"sources": [{"path": "störung.jsonl"}]}})
+    code = "from fxtune.checkpoint.run_folder import *; print(ascii(read_config(Path('mine'))))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, text=True)
+    assert r"st\xf6rung.jsonl" in done.stdout, done.stderr
 
 
 def test_two_unfinished_runs_are_each_resumed():

@@ -86,6 +86,16 @@ def test_each_line_of_a_pipe_is_answered_as_in_training(runs, expected, monkeypa
     assert [line.strip() for line in lines] == expected["tuned"]
 
 
+@pytest.mark.parametrize(("encoding", "code"), [("utf-8", 0), ("latin-1", 3)])
+def test_a_pipe_is_utf_8_in_each_locale_and_other_bytes_are_one_message(runs, monkeypatch, capsys, encoding, code):
+    pipe = io.TextIOWrapper(io.BytesIO("first\nüber\n".encode(encoding)), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", pipe)
+    assert main(["chat", "mine", "--max-new-tokens", "8"]) == code
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2
+    assert ("Lines without an answer: 1 of 2" in said.err) == bool(code)
+
+
 @pytest.mark.parametrize("run", ["mine", "full"])
 def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypatch, capsys, run):
     assert ask(monkeypatch, run, "--show", "base") == 0

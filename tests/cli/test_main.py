@@ -246,6 +246,7 @@ def test_interruption_exits_with_130(cwd, trained, capsys, monkeypatch):
         (["serve", "quickstart"], "fxtune export RUN --to vllm"),
         (["quickstart"], "fxtune +recipe=quickstart"),
         (["train.max_steps=3"], "data.sources is empty"),
+        ([QUICK, "chat", "mine"], "fxtune chat ..., then its options"),
         (["recipes", "list"], "`fxtune recipes list` is not a command"),
         ([QUICK, "--config-dir=recipes"], "unrecognized arguments: --config-dir"),
         ([QUICK, "--resolve"], "add --cfg job"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.cases import slow_but
+from support.disks import files_of_at_most
 from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
@@ -357,3 +358,12 @@ def test_what_is_missing_is_one_message(capsys, words):
     jsonl("odd.jsonl", [{"x": 1, "y": 2}])
     assert main(["new", *words]) in (2, 3)
     assert capsys.readouterr().err.count("fxtune: ") == 1
+
+
+def test_a_recipe_whose_questions_a_full_disk_refuses_is_not_in_the_way_of_the_next_try(capsys):
+    jsonl("long.jsonl", [{"prompt": question, "completion": f"{answer} " * 700} for question, answer in ASKED])
+    assert main(["new", "first", "--data", "long.jsonl"]) == 0  # the tokens are in the cache from here on
+    with files_of_at_most(150_000):
+        assert main(["new", "mine", "--data", "long.jsonl"]) == 6
+    assert "recipes/mine_questions.jsonl cannot be written" in capsys.readouterr().err
+    assert main(["new", "mine", "--data", "long.jsonl"]) == 0

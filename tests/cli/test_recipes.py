@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+from support.disks import files_of_at_most
+
 from fxtune.cli.main import main
 from fxtune.config import discovery
 from fxtune.config.compose import load
@@ -48,3 +51,13 @@ def test_copied_recipe_composes_and_copy_never_overwrites(cwd, capsys):
     assert not Path("other.yaml").exists()
     assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "in a folder, the copy keeps the recipe's name"
     assert Path("recipes/quickstart.yaml").exists()
+
+
+@pytest.mark.parametrize("size", [100, 20_000])  # no room for the recipe; no room for the schema beside it
+def test_a_copy_that_a_full_disk_breaks_off_is_not_in_the_way_of_the_next(cwd, capsys, size):
+    command = ["recipes", "copy", "quickstart", "recipes/mine.yaml"]
+    with files_of_at_most(size):
+        assert main(command) == 6
+    assert "recipes/mine.yaml cannot be written" in capsys.readouterr().err
+    assert main(command) == 0
+    assert load(["+recipe=mine"]) == load(["+recipe=quickstart", "run.name=mine"])

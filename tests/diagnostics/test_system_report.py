@@ -24,6 +24,13 @@ def test_a_folder_that_is_not_writable_is_broken(cwd, monkeypatch):
     assert {finding.what: finding.state for finding in system_report.disks()}["runs"] is State.broken
 
 
+def test_a_file_in_place_of_a_folder_is_broken(cwd):
+    (cwd / "cache").write_text("")
+    (finding,) = (one for one in system_report.disks(tokens="cache/tokens") if one.what == "token cache")
+    assert finding.state is State.broken
+    assert f"{cwd / 'cache'} is no folder" in finding.seen
+
+
 def test_a_full_disk_and_few_open_files_are_warnings(cwd, monkeypatch):
     usage = shutil.disk_usage(cwd)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from support.architectures import (
     prepared_model,
     trained,
 )
+from support.disks import files_of_at_most
 
 from fxtune.errors import StorageError
 from fxtune.export.save import save_model
@@ -52,15 +51,9 @@ def test_saving_replaces_and_full_disk_keeps_the_old_folder(base, tmp_path, monk
     with pytest.raises(StorageError, match="No space left"):
         save_model(trained(model), tokenizer, tmp_path / "out")
     monkeypatch.undo()
-    limits, _ = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (10_000, limits[1])
-    )  # the weights themselves do not fit: another library's error
-    try:
-        with pytest.raises(StorageError, match="File too large"):
-            save_model(model, tokenizer, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    # The weights themselves do not fit: another library's error.
+    with files_of_at_most(10_000), pytest.raises(StorageError, match="File too large"):
+        save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != before

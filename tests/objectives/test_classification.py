@@ -377,6 +377,9 @@ def test_chat_of_a_classifier_of_two_texts_reads_both_from_a_line(cwd, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("red cat\n"))
     assert main(["chat", "pairs"]) == 3
     assert "a tab and" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"red\xfc\ta dog\n"), encoding="utf-8"))
+    assert main(["chat", "pairs"]) == 3
+    assert "line 1 of the input: not UTF-8" in capsys.readouterr().err
 
 
 def test_chat_of_a_classifier_of_chats_reads_a_line_as_training_reads_its_turns(cwd, monkeypatch):

@@ -1,4 +1,4 @@
-"""A wheel, built and installed outside a checkout, contains its recipes, config groups and assets."""
+"""A wheel, built and installed outside a checkout, contains its recipes, config groups, pages and assets."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def run(installed: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_wheel_holds_all_recipes_configs_and_assets(wheel):
+def test_wheel_holds_all_recipes_configs_pages_and_assets(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (
         ("recipes", "fxtune/recipes"),
         ("configs", "fxtune/configs"),
+        ("docs", "fxtune/docs"),
         ("fxtune/assets", "fxtune/assets"),
     ):
         files = [path for path in (CHECKOUT / folder).rglob("*") if path.is_file()]
@@ -75,6 +76,7 @@ def test_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_path):
     done = run(installed, tmp_path, "recipes")
     assert done.returncode == 0
     assert f"shipped with fxtune, in {installed}/fxtune/recipes/" in done.stdout
+    assert f"such as docs/data.md, is in {installed}/fxtune/docs." in run(installed, tmp_path, "--help").stdout
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("# mine\ndefaults: [quickstart]\ntrain: {max_steps: 123}\n")
     done = run(installed, tmp_path, "+recipe=mine", "optimizer=muon", "--cfg", "job")

@@ -366,7 +366,7 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
         quarantine.parent.mkdir(parents=True, exist_ok=True)
         # A resumed run finds the same rows again, and each is written only once. If an earlier process was killed, the
         # last line may be incomplete and is dropped.
-        text = quarantine.read_text() if quarantine.exists() else ""
+        text = quarantine.read_text(encoding="utf-8") if quarantine.exists() else ""
         complete = text[: text.rfind("\n") + 1]
         present = set(complete.splitlines())
         with open(quarantine, "w", encoding="utf-8") as file:

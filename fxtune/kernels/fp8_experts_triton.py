@@ -92,7 +92,7 @@ def _quantize_tokens(states, back, codes, scales, width, smallest, K: tl.constex
     code = (x * (1.0 / scale)).to(codes.dtype.element_ty)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        tl.store(codes + row * width + column, code, mask=inside & (row >= 0))
+        tl.store(codes + row * width + column, code, mask=column < tl.where(row >= 0, width, 0))
         tl.store(scales + row, scale, mask=row >= 0)
 
 

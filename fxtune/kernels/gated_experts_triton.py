@@ -143,7 +143,7 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(states[0] + token * states[1] + column, mask=inside)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        tl.store(out[0] + row * out[1] + column, value, mask=inside & (row >= 0))
+        tl.store(out[0] + row * out[1] + column, value, mask=column < tl.where(row >= 0, width, 0))
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _add_up(
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        exists = inside & (row >= 0)
+        exists = column < tl.where(row >= 0, width, 0)
         value = tl.load(rows[0] + row * rows[1] + column, mask=exists, other=0.0).to(tl.float32)
         if BIASED:
             at = bias + tl.load(expert + token * K + rank).to(tl.int64) * width + column

@@ -112,7 +112,7 @@ class Run:
 
     def __init__(self, run: str | Path) -> None:
         """Raises ConfigError if the run does not exist."""
-        self.folder = run_folder(str(run))
+        self.folder = run_folder(str(run)).absolute()  # a notebook may change its folder
         _ = self._files
         self._conversations: dict[str, Any] = {}
 

@@ -62,6 +62,14 @@ def test_a_run_gives_its_figures_and_answers(trained):
     assert isinstance(trained.generate("Hi", system="Be brief.", max_new_tokens=2), str)
 
 
+def test_a_run_is_found_after_the_working_folder_has_changed(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(trained.folder.parent)
+    run = fxtune.Run(trained.folder.name)
+    monkeypatch.chdir(tmp_path)
+    assert run.finished
+    assert run.output.is_dir()
+
+
 def test_the_end_of_a_run_writes_its_page_and_its_times(trained, capsys):
     page = (trained.folder / "report.html").read_text()
     assert page.count("<svg") == 5

@@ -114,6 +114,7 @@ POLICY = (
 TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs", "triplets") + " train.global_batch_size=8"
 """Four queries a step: a query that is alone has no candidate but its positive."""
 PLUGIN = """
+import time
 from dataclasses import dataclass
 
 import torch
@@ -132,6 +133,11 @@ class Halved(fxtune.Technique):
 
     def verify(self, model, probe):
         yield from ()
+
+
+@fxtune.reward("slow")
+def slow(completions, **columns):
+    time.sleep(30)
 """
 CASES: dict[str, Case] = {
     "run.name": Case(trained, "other", "run.dir=null"),
@@ -295,7 +301,7 @@ CASES: dict[str, Case] = {
     "sampler.sleep": Case(batches, "true", POLICY, refused="is not read"),
     "sampler.ahead": Case(batches, "true", POLICY, refused="is not read"),
     "sampler.request_seeds": Case(batches, "false", POLICY, refused="is not read"),
-    "sampler.reward_seconds": Case(trained, "1e-9", POLICY, refused="reward_seconds"),
+    "sampler.reward_seconds": Case(trained, "1e-9", POLICY.replace(REWARD, "{name: slow}"), refused="reward_seconds"),
     "sampler.reward_workers": Case(batches, "0", POLICY, refused="reward_workers"),
     "objective.center": Case(step, "1.0", PAIRS.replace("dpo", "reward")),
     "objective.margin": Case(step, "true", PAIRS.replace("dpo", "reward")),

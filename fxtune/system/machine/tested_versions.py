@@ -57,5 +57,5 @@ def outside_tested_range() -> str:
 
 
 def _range(requirement: Requirement) -> str:
-    """The requirement's range, lower end first: `>=2.11,<2.15`."""
+    """The requirement's range, lower end first: `>=2.11,<2.16`."""
     return ",".join(sorted(str(requirement.specifier).split(","), reverse=True))

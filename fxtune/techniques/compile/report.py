@@ -1,7 +1,7 @@
 """A report of torch.compile's work: the number of graphs, and the places and reasons of breaks and recompilations.
 
 torch reports these facts in logs that nobody reads. `CompileMonitor` calls the compiled functions. After a call that
-compiled something, it reads torch's own counters (as they are in torch 2.11 to 2.14). Any other call costs two
+compiled something, it reads torch's own counters (as they are in torch 2.11 to 2.15). Any other call costs two
 dictionary look-ups. The report does not count code that other parts of the process compile.
 
 If torch cannot determine which inputs a Triton kernel writes, it assumes that the kernel writes all of them, and only

@@ -68,7 +68,14 @@ def test_doctor_says_so():
 
 @pytest.mark.parametrize(
     ("version", "refused"),
-    [("2.10.1", True), ("2.11.0", False), ("2.13.0+cpu", False), ("2.15.0.dev20261101", True), ("3.0", True)],
+    [
+        ("2.10.1", True),
+        ("2.11.0", False),
+        ("2.13.0+cpu", False),
+        ("2.15.0", False),
+        ("2.16.0.dev20270101", True),
+        ("3.0", True),
+    ],
 )
 def test_a_torch_outside_the_range_is_refused(version, refused):
     assert bool(refusals({"torch": version})) is refused

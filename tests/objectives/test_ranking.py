@@ -245,7 +245,7 @@ def test_the_code_of_the_cards_and_chat_score_a_pair_alike(cwd, monkeypatch, cap
     assert main(["chat", "elsewhere"]) == 2, "how its texts are written is not known"
     with pytest.raises(ConfigError) as refused:
         fxtune.Run("run").generate("hi")
-    assert "fxtune chat run/adapter" in str(refused.value)
+    assert f"fxtune chat {Path('run/adapter').absolute()}" in str(refused.value)
     assert "show" not in str(refused.value)
 
 

@@ -137,10 +137,10 @@ class Classification(GroupObjective):
 
     def _classes_without(self, plan: Plan) -> list[str]:
         """The classes that no document of a plan has."""
-        names = plan.tables[0].label_names  # empty for numbers
+        names = plan.tables[0].label_names  # empty if the labels are numbers
         used = {names[int(index)] for index in np.unique(plan.stream.labels())} if names else set()
-        seen, known = ({one for name in some for one in classes_of(name)} for some in (used, names))
-        return _sorted(known - seen)
+        seen = {label for name in used for label in classes_of(name)}
+        return _sorted({label for name in names for label in classes_of(name)} - seen)
 
     def informed(self, tables: Sequence[TokenTable]) -> tuple[Objective, list[str]]:
         names = tables[0].label_names

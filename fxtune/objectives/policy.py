@@ -227,7 +227,7 @@ class Policy(WithTeacher):
 
     @property
     def judges_held_out(self) -> bool:
-        return bool(self.rewards)  # a teacher judges the answers of steps alone
+        return bool(self.rewards)  # a teacher does not judge held-out answers
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)

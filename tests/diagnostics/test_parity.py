@@ -87,7 +87,7 @@ WITH_ROUTERS = "fxtune, 2 x 2 as configured, with the routers' loss"
 
 @pytest.mark.parametrize("in_config", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_routers_loss_is_that_of_plain_transformers_in_the_configured_micro_batches(in_config):
-    """The routers' loss of two micro-batches of two rows is another one than that of four rows. With
+    """Two micro-batches of two rows have another routers' loss than one micro-batch of four rows. With
     output_router_logits in its config, transformers gives the auxiliary loss before the logits."""
     shape = MIXTURE[0].replace("}", ", output_router_logits: true}") if in_config else MIXTURE[0]
     found, _ = compare(shape, *MIXTURE[1:])

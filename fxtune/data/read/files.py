@@ -144,7 +144,7 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
             raise DataError(f"{path} is empty. Remove it, or write it again.")
         with _open(path) as opened:
             first = opened.read(2)
-        # Without a mark one of the two bytes of the first character is 0.
+        # UTF-16 without a mark: a first character of ASCII has a byte 0.
         if first in (BOM_UTF16_LE, BOM_UTF16_BE) or (b"\0" in first and kind in ("jsonl", "json", "csv", "text")):
             raise DataError(f"{path} is UTF-16, and {NOT_UTF8.replace('LATIN1', 'UTF-16')}.")
         if first == b"\x1f\x8b" and not file.compressed:

@@ -18,6 +18,7 @@ from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.run_output import RunOutput
+from fxtune.system.terminal.console import plain, say
 from fxtune.training.run.about import CHATS, PAIRS, TEXTS
 
 PARTS = {"reward": ("a prompt", "an answer"), "ranking": ("a query", "a candidate")}
@@ -51,6 +52,8 @@ class TextClassifier:
             )
         self.objective = (output.config.get("objective") or {}).get("name", "")
         self.are_chats = bool(output.about(CHATS))
+        if output.run is None and self.tokenizer.chat_template:
+            say(plain(f"{output.folder} lies in no run, so a line is a text. For a model of chats name its run."))
         texts = ("the user's turn", "the assistant's turn") if self.are_chats else ("a text", "another text")
         self.parts = PARTS.get(self.objective) or texts[: 2 if pairs or self.are_chats else 1]
         """What the texts of a line are, with a tab between them. A classifier of chats reads any number of turns."""

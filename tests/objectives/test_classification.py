@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -382,7 +383,7 @@ def test_chat_of_a_classifier_of_two_texts_reads_both_from_a_line(cwd, monkeypat
     assert "line 1 of the input: not UTF-8" in capsys.readouterr().err
 
 
-def test_chat_of_a_classifier_of_chats_reads_a_line_as_training_reads_its_turns(cwd, monkeypatch):
+def test_chat_of_a_classifier_of_chats_reads_a_line_as_training_reads_its_turns(cwd, monkeypatch, capsys):
     draw = random.Random(3)
     roles = ("user", "assistant", "user")
     chats = [[{"role": role, "content": text(draw)} for role in roles[: 1 + 2 * (turn % 2)]] for turn in range(20)]
@@ -397,6 +398,10 @@ def test_chat_of_a_classifier_of_chats_reads_a_line_as_training_reads_its_turns(
         with torch.no_grad():
             shares = model(ids).logits[0].softmax(-1).tolist()
         assert [line["labels"]["0"], line["labels"]["1"]] == pytest.approx(shares, abs=1e-4)
+    assert "lies in no run" not in capsys.readouterr().out
+    shutil.copytree("chats/model", "elsewhere")
+    shares_of("elsewhere", ["red cat"], monkeypatch)
+    assert "lies in no run" in capsys.readouterr().out
 
 
 def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):

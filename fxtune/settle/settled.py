@@ -198,7 +198,7 @@ def _with_working_packages(
         shape = Shape.of(facts.model)
         widest = max(shape.attentions, key=lambda each: each.width, default=None)
         heads = Heads(widest.heads, widest.key_heads, widest.width) if widest else Heads()
-        heads = replace(heads, recurrences=shape.recurrences)
+        heads = replace(heads, recurrences=shape.recurrences, experts=shape.expert_count > 1)
         needed = [*config.techniques.packages(facts), *optimizer_config.packages(config.optimizer, facts)]
         broken = tries(machine, needed, heads)
         if not broken:

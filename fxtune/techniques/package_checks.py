@@ -1,7 +1,7 @@
 """Checks whether packages work here. Each check compares a tiny forward and backward pass through a package with plain
 torch.
 
-    python -P fxtune/techniques/package_checks.py NAME [gpu]
+    python -P fxtune/techniques/package_checks.py NAME [gpu] [waits] [PART]
 
 `fxtune doctor` checks all packages. A run checks the packages that it would use (`unusable`) before it decides any
 `auto`, because a package may be installed in part, such as flash-attn-4 without its CUDA part. Results on a GPU are
@@ -12,8 +12,8 @@ first time can hang. The last line of output is one JSON object. It has `state` 
 GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
 
 The first run on a machine waits for its checks. To shorten this time, large packages are imported while the run
-imports transformers (`import_ahead`). The check of FlashAttention-4 compiles kernels for the heads of the run's model
-and keeps them on disk, so the run need not compile them.
+imports transformers (`import_ahead`). FlashAttention-4's kernels for the heads of the run's model, and quack's, compile
+in several processes beside each other and are kept on disk, so the run need not compile them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -61,11 +62,14 @@ RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
 METADATA = ".dist-info"
 """The suffix of the folder that an installer writes beside a package, NAME-VERSION.dist-info."""
+Check = list[process_group.Captured]
+"""The process of a check, and the processes that compile kernels for it."""
 
 
-def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
+def main(name: str, gpu: bool, waits: bool = False, part: int | None = None) -> dict[str, Any]:
     """Run one check and return its result. `gpu`: whether this machine may have a GPU. `waits`: after the import, read
-    the heads to try as JSON from standard input. If standard input ends without them, the process ends, too."""
+    the heads to try as JSON from standard input. If standard input ends without them, the process ends, too. `part`:
+    compile this group of kernels in place of the smoke test; see Package.ahead."""
     check, facts, heads = CHECKS[name], dict[str, Any](), SOME_HEADS
     # The broad except is intended: any error of a package, on import or when it runs, becomes one line for the user.
     try:
@@ -87,6 +91,9 @@ def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
             facts = {"facts": _facts()}
         if check.gpu and device.type == "cpu":
             return {"state": "imports", "seen": "imports; torch sees no GPU for its kernels"}
+        if part is not None:
+            pkgutil.resolve_name(check.ahead)(device, heads, part)
+            return {"state": "works", "seen": "compiled"}
         torch.manual_seed(0)
         ran = pkgutil.resolve_name(check.smoke_test)(device, *([heads] if check.takes_heads else []))
         return {"state": "works", "seen": f"{ran}, forward and backward", **facts}
@@ -100,29 +107,44 @@ def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
 def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
     """Run main() in a separate process and return its result. Without `gpu`, a package that needs a GPU is only
     imported."""
-    return _answer(_start(name, *(["gpu"] if gpu else [])), Heads(), timeout)
+    return _answer([_start(name, *(["gpu"] if gpu else []))], Heads(), timeout)
 
 
 @contextlib.contextmanager
-def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dict[str, process_group.Captured]]:
-    """A context manager that starts a process for each large package that `techniques` may use and that has no
-    recorded result. Each process imports its package and waits until unusable() runs the check in it. A process that
-    is not used ends with the context."""
+def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dict[str, Check]]:
+    """A context manager that starts the processes of each large package that `techniques` may use and that has no
+    recorded result. Each process imports its package and waits until unusable() runs the check in it; a check that
+    does not depend on the model begins at once. A process that is not used ends with the context."""
     names = [name for name, package in CHECKS.items() if name in facts.packages and package.technique in techniques]
     recorded = _recorded(names, facts.device_name) if facts.device == "cuda" and names else names
-    waiting = {name: _start(name, "gpu", "waits") for name in names if name not in recorded}
+    waiting = {name: _start_all(name) for name in names if name not in recorded}
     try:
         yield waiting
     finally:
-        for process in waiting.values():
+        for process in itertools.chain(*waiting.values()):
             process.end()
+
+
+def _start_all(name: str) -> Check:
+    """The process of the check `name`, and behind it, on a machine's first rank, the processes that compile its groups
+    of kernels."""
+    waits, parts = ["waits"] * CHECKS[name].takes_heads, CHECKS[name].parts
+    parts = 0 if int(os.environ.get("LOCAL_RANK", 0)) else parts
+    return [_start(name, "gpu", *waits), *(_start(name, "gpu", "waits", str(part)) for part in range(parts))]
 
 
 def _start(name: str, *options: str) -> process_group.Captured:
     return process_group.Captured([sys.executable, "-P", str(PROGRAM), name, *options])
 
 
-def _answer(check: process_group.Captured, heads: Heads, timeout: float) -> dict[str, Any]:
+def _answer(processes: Check, heads: Heads, timeout: float) -> dict[str, Any]:
+    """The result of a check, which begins when all groups of its kernels have compiled. An error of a group shows in
+    the check, which then compiles the kernels itself."""
+    check, *parts = processes
+    for part in parts:
+        part.tell(json.dumps(asdict(heads)) + "\n")
+    for part in parts:
+        part.result(timeout)
     check.tell(json.dumps(asdict(heads)) + "\n")
     code, output, _ = check.result(timeout)
     lines = output.strip().splitlines() or ["no message"]
@@ -140,7 +162,7 @@ def unusable(
     facts: MachineFacts,
     packages: Iterable[str],
     heads: Heads = SOME_HEADS,
-    ahead: dict[str, process_group.Captured] | None = None,
+    ahead: dict[str, Check] | None = None,
 ) -> dict[str, str]:
     """Check `packages`, and return the reason for each one that is installed but does not work on this device. Facts
     that this process collects later count these packages as missing.
@@ -178,19 +200,23 @@ def _check_here(name: str) -> dict[str, Any]:
 
 
 def _check_on_gpu(
-    names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, process_group.Captured]
+    names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, Check]
 ) -> dict[str, dict[str, Any]]:
     """The results of checks, recorded ones if there are any. Other checks run in separate processes, because a faulty
     kernel ends all work of its process on the GPU.
     """
+    from fxtune.upstream.torch import import_compiler  # imported here because it imports torch
+
     answers = _recorded(names, facts.device_name, heads)
     if missing := [name for name in names if name not in answers]:
         with (
             phase(f"Checking once that {', '.join(missing)} works on this GPU", part="package checks"),
             ThreadPoolExecutor(len(missing)) as pool,
         ):
-            checks = [ahead.pop(name) if name in ahead else _start(name, "gpu", "waits") for name in missing]
-            results = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
+            checks = [ahead.pop(name) if name in ahead else _start_all(name) for name in missing]
+            answered = pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks)
+            import_compiler()  # the run will import it, and has nothing else to do now
+            results = list(answered)
         answers |= record(dict(zip(missing, results, strict=True)), facts.device_name, heads)
     return answers
 
@@ -296,5 +322,6 @@ def _facts() -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print("\n" + json.dumps(main(sys.argv[1], "gpu" in sys.argv[2:], "waits" in sys.argv[2:])), flush=True)
+    number = next((int(word) for word in sys.argv[2:] if word.isdecimal()), None)
+    print("\n" + json.dumps(main(sys.argv[1], "gpu" in sys.argv[2:], "waits" in sys.argv[2:], number)), flush=True)
     os._exit(0)  # skip the exit hooks of the package that was checked

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtune.kernels import matmul
+from fxtune.kernels import grouped_matmul, matmul
 from fxtune.kernels.linear_attention import document_chunks, linear_attention
 from fxtune.kernels.short_convolution import short_convolution
 from fxtune.system.machine.host import cache_home
@@ -87,6 +87,12 @@ def quack(device: torch.device) -> str:
     matmul.by_quack(dy, w, dx)
     error = require_close((y, x.float() @ w.float().t()), (dx, dy.float() @ w.float()))
     return f"a linear within {error:.1e} of float32"
+
+
+def compile_grouped_products(device: torch.device, heads: Heads, _: int) -> None:
+    """Compile quack's kernels for a mixture's experts with adapters."""
+    if heads.experts and torch.cuda.get_device_capability(device) == matmul.CAPABILITY:
+        grouped_matmul.prepare(device, torch.bfloat16, cache_home() / "quack")
 
 
 def fla(device: torch.device, heads: Heads) -> str:

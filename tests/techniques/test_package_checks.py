@@ -272,6 +272,40 @@ def test_a_package_that_failed_is_checked_again_when_something_was_repaired_with
     assert checked() == {"torchao", "quack-kernels"}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_groups_of_kernels_compile_beside_each_other_and_before_the_smoke_test(rank, recorded, monkeypatch):
+    """On the first rank of a machine. Other ranks would compile the same kernels."""
+    events = []
+
+    class Watched:
+        def __init__(self, command):
+            self.part = command[-1] if command[-1].isdecimal() else "check"
+
+        def tell(self, text):
+            events.append(("told", self.part))
+
+        def result(self, limit):
+            events.append(("ended", self.part))
+            return 0, json.dumps({"state": "works", "seen": "ran"}), 1.0
+
+    monkeypatch.setattr("fxtune.system.process.process_group.Captured", Watched)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    facts = Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
+    assert package_checks.unusable(facts, ["flash-attn-4"], Heads(32, 8, 64)) == {}
+    parts = [] if rank else ["0", "1", "2", "3", "4", "5"]
+    assert events == [(event, part) for names in (parts, ["check"]) for event in ("told", "ended") for part in names]
+
+
+@pytest.mark.parametrize("name", [name for name, package in CHECKS.items() if package.parts])
+def test_each_group_of_kernels_runs_by_the_reference_of_its_operators(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))  # quack's have no reference
+    compile_ahead = pkgutil.resolve_name(CHECKS[name].ahead)
+    before = torch.are_deterministic_algorithms_enabled()
+    for part in range(CHECKS[name].parts):
+        compile_ahead(CPU, Heads(4, 2, 64, experts=True), part)
+    torch.use_deterministic_algorithms(before)
+
+
 def test_heads_of_earlier_models_decide_nothing(recorded):
     name, facts = "flash-attn-4", Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
     refused = {name: f"ValueError: too narrow ({THESE_HEADS})"}
@@ -333,7 +367,7 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
     with package_checks.import_ahead(facts, ["attention"]) as ahead:
         assert package_checks.unusable(facts, [], ahead=ahead) == {}
         (unused,) = ahead.values()
-    assert unused._process.poll() is not None, "a check that is not needed ends"
+    assert all(process._process.poll() is not None for process in unused), "a check that is not needed ends"
     with package_checks.import_ahead(facts, ["attention"]) as ahead:
         found = package_checks.unusable(facts, ["flash-attn-4"], Heads(32, 8, 128), ahead)
     assert found["flash-attn-4"].endswith("No CTK flavor")

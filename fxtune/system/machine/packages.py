@@ -31,6 +31,8 @@ class Heads:
     width: int = 128
     recurrences: tuple[str, ...] = RECURRENCES
     """The rules of the states of recurrent layers, for which fla-core compiles its kernels."""
+    experts: bool = False
+    """Whether the model is a mixture, for which quack compiles its grouped products ahead."""
 
 
 SOME_HEADS = Heads()
@@ -67,6 +69,10 @@ class Package:
     """Whether the smoke test takes the Heads of a model, too."""
     technique: str = ""
     """The technique that may use the package. It is set only for packages that take seconds to import."""
+    ahead: str = ""
+    """`module:function`. The function compiles one of `parts` groups of kernels for a torch.device, Heads and the
+    group's number, and keeps them on disk. Groups compile in processes beside each other, before the smoke test."""
+    parts: int = 0
     before_import: str = ""
     """`module:function`. The function is called on a machine with a GPU before the package is first imported."""
     distributions: tuple[str, ...] = ()
@@ -97,6 +103,8 @@ PACKAGES = {
             FLASH4_VERSION,
             takes_heads=True,
             technique="attention",
+            ahead=f"{BACKENDS}.flash4:compile_ahead",
+            parts=6,
             before_import="fxtune.kernels.flash4:package",  # sets the cache folder, which the package reads at import
         ),
         Package(
@@ -106,6 +114,8 @@ PACKAGES = {
             f"pip install 'quack-kernels[cu13]=={QUACK_VERSION}'",
             "the products of fused adapters on Hopper",
             technique="lora",
+            ahead=f"{TESTS}:compile_grouped_products",
+            parts=1,
         ),
         Package(
             "flash-attn-3",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class Liger(LigerOptions, Technique):
         """Count the replaced modules, and the runs of their kernels in one forward pass."""
         if not (enabled := self._replacing()):
             return
-        launches = _launches(model.module, probe)
+        launches = _launches(model, probe)
         layers, config = len(decoder_layers(model.module)), model.module.config.get_text_config()
         for name in enabled:
             expected = runs = layers
@@ -216,11 +217,13 @@ def _unrotatable(facts: Facts) -> str | None:
     return f"{kind.__name__} calls no {upstream.ROPE}" if kind is not None else None
 
 
-def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
-    """Runs of each operation's kernel in one forward pass, or None if the profiler sees no kernels of the GPU."""
-    patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with without_dropout(model), torch.enable_grad():  # gradients are on, as in training's code
-        seen = observe_operators(lambda: outputs(model, **probe), {**patterns, "anything": "."})
-    if next(model.parameters()).is_cuda and not seen["anything"].kernels:
+def _launches(model: PreparedModel, probe: dict[str, Any]) -> dict[str, int] | None:
+    """Runs of each operation's kernel in one forward pass of training's code, which may be compiled, or None if the
+    profiler sees no kernels of the GPU."""
+    module, patterns = model.module, {name: pattern for name, (_, pattern) in OPERATIONS.items()}
+    run = model.first_pass.run if model.first_pass else partial(outputs, module, **probe)
+    with without_dropout(module), torch.enable_grad():
+        seen = observe_operators(run, {**patterns, "anything": "."})
+    if next(module.parameters()).is_cuda and not seen["anything"].kernels:
         return None
     return {name: seen[name].calls for name in OPERATIONS}

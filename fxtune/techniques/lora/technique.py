@@ -123,6 +123,8 @@ class Lora(LoraOptions, Technique):
 
     def packages(self, facts: Facts) -> Iterator[str]:
         yield "torchao"  # transformers imports it if it is installed
+        if self.fused is not Switch.off and not (fusing.refusal(facts) or gemm_backend.refusal(facts)):
+            yield gemm_backend.PACKAGE
 
     def apply(self, model: PreparedModel, world: World) -> None:
         """Wrap the module in a PeftModel and freeze the base. The caller's random state decides A.

@@ -35,6 +35,7 @@ from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
@@ -166,6 +167,7 @@ def test_steps_run_the_graphs_that_the_proof_compiled(policy, narrow, quick):
     if policy is Policy.full and Version(torch.__version__) < Version("2.12"):
         pytest.skip("the quick fixture's graphs keep what checkpoints recompute in this torch; C++ code does not")
     narrow.techniques.checkpointing = Checkpointing(enabled=True, policy=policy)
+    narrow.techniques.liger = Liger(enabled=True, kernels=["rope"])  # its proof runs compiled code, too
     builder, plan, model = prepared_run(narrow)
     compiled = builder.techniques.compile.report()
     assert set(compiled.lengths) == {"2x64"}

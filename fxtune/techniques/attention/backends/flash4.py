@@ -44,7 +44,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, _: float = 0.0) ->
     if options.sinks is not None and q.dtype != torch.float32:  # the package takes bfloat16 sinks only
         options = options._replace(sinks=options.sinks.to(torch.bfloat16))
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
-    if options.cu_seqlens_k is None and one_document_a_row(len(q), options.cu_seqlens):
+    # A short row would compile another variant of the kernels for rows.
+    long = q.shape[1] >= kernel.MIN_BOUND
+    if long and options.cu_seqlens_k is None and one_document_a_row(len(q), options.cu_seqlens):
         return flash4(q, k, v, *options._replace(cu_seqlens=None))[0]
     # In training q, k and v are views of [rows, length, heads, d] tensors, so flatten() copies nothing.
     return flash4(*(x.flatten(0, 1) for x in (q, k, v)), *options)[0].unflatten(0, q.shape[:2])
@@ -66,6 +68,24 @@ def smoke_test(device: torch.device, heads: Heads) -> str:
             raise
         require_attention(device, flash_attn)  # raises if the package fails with all heads
         raise RuntimeError(f"{error} ({THESE_HEADS})") from error
+
+
+def compile_ahead(device: torch.device, heads: Heads, part: int) -> None:
+    """Compile one of six groups of kernels for causal attention, by a call whose results are not used: the forward
+    pass, the backward pass and the deterministic backward pass over packed documents, or over rows of one document
+    each."""
+    packed, forward = part < 3, part % 3 == 0
+    torch.use_deterministic_algorithms(part % 3 == 2)
+    length, width = kernel.MIN_BOUND, heads.width
+    sizes = [(1, length, count, width) for count in (heads.queries, heads.keys, heads.keys)]
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=device) if packed else None
+    q, k, v = (torch.zeros(size[packed:], device=device, dtype=torch.bfloat16) for size in sizes)
+    given = bounds, length, width**-0.5, 0, 0.0
+    if forward:
+        kernel.flash4(q, k, v, *given)
+    else:
+        lse = torch.zeros((1, heads.queries, length)[packed:], device=device)
+        kernel.flash4_backward(q, q, k, v, q, lse, *given)
 
 
 FLASH4 = _Flash4(

@@ -78,6 +78,8 @@ def _ended_by_signals(argv: list[str] | None) -> int:
         os._exit(code)
     if process_rank().size > 1:  # frees the process groups of a stopped run: their threads may abort the process
         gc.collect()
+    if argv is None:  # the process ends now, and would search its million objects for cycles for a second
+        gc.freeze()
     return code
 
 

@@ -1,9 +1,9 @@
 """Keeps evidence of earlier starts, so that later starts of the same recipe need not observe it again.
 
-Which operators run, which documents they keep apart and what layers save for the backward pass follows from the
-model, the options, the code, the packages and the card. If a part of this key changes, the techniques in KEPT are
-observed again. `fxtune verify` observes them each time. Proofs of values (the loss, adapters, quantized weights,
-experts) run in each start.
+Which operators run, whether they are compiled, which documents they keep apart and what layers save for the backward
+pass follows from the model, the options, the code, the packages and the card. If a part of this key changes, the
+techniques in KEPT are observed again. `fxtune verify` observes them each time. Proofs of values (the loss, adapters,
+quantized weights, experts) run in each start. The report of torch.compile counts graphs and their breaks in each run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.package_checks import environment_digest
 from fxtune.techniques.pipeline import Pipeline
 
-KEPT = ("attention", "checkpointing")
+KEPT = ("attention", "checkpointing", "compile", "liger")
 """The techniques whose evidence is kept."""
 VARIABLES = ("TORCH", "PYTORCH", "FLASH_", "FLA_", "TRITON_", "USE_HUB_KERNELS")
 """Beginnings of the names of environment variables that choose kernels."""

@@ -312,6 +312,8 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
             if choice is not None:
                 price = choice.overhead + (WORTH * step if choice.plan.mix else 0.0)
                 choices.append((price, choice.need.host, choice))
+                if choices[-1][:2] == (0, 0):  # no later choice is cheaper
+                    return choice
     return min(choices, key=lambda entry: entry[:2])[2] if choices else None
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -194,6 +196,17 @@ def forget_meshes() -> None:
         for table in DTENSOR_TABLES:
             with suppress(ImportError, AttributeError):
                 pkgutil.resolve_name(f"torch.distributed.tensor.{table}")()
+
+
+def end_rank(code: int) -> NoReturn:
+    """Run the exit hooks of Python and end this process with `code`.
+
+    What: atexit._run_exitfuncs.
+    Why: a process with a thread of gloo may abort at its end (pytorch#190489), and os._exit() runs no hooks.
+    """
+    with suppress(AttributeError):
+        atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def set_host_timeout(group: Any, patience: timedelta) -> None:

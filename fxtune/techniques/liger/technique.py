@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.facts.execution import Execution

@@ -12,8 +12,8 @@ first time can hang. The last line of output is one JSON object. It has `state` 
 GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
 
 The first run on a machine waits for its checks. To shorten this time, large packages are imported while the run
-imports transformers (`import_ahead`). FlashAttention-4's kernels for the heads of the run's model, and quack's kernels,
-compile in several processes beside each other and are kept on disk, so the run need not compile them.
+imports transformers (`import_ahead`). The kernels of FlashAttention-4 for the heads of the run's model, and quack's
+kernels, compile in several processes beside each other and are kept on disk, so the run need not compile them.
 """
 
 from __future__ import annotations

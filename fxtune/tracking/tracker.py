@@ -237,8 +237,8 @@ class NoTracker(Tracker):
 def upload(run_dir: Path, note: Callable[[str], None]) -> list[str]:
     """Send the run's trackers the rows of `run_dir` that they do not have. No process may be training that run.
 
-    Returns the trackers' names. Raises ConfigError if the run, a package or the API key is missing. Raises StorageError if the
-    folder is not as fxtune writes it, or if a tracker did not accept every row.
+    Returns the trackers' names. Raises ConfigError if the run, a package or the API key is missing. Raises
+    StorageError if the folder is not as fxtune writes it, or if a tracker did not accept every row.
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")

@@ -92,7 +92,8 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
     try:
         require_extendable(folder, config)
         if folder.finished and not folder.extends:
-            world.from_main(partial(require_whole_export, folder.path), "checking the export")
+            with phase("Checking the export", announce=False):  # a large model takes seconds
+                world.from_main(partial(require_whole_export, folder.path), "checking the export")
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from filelock import Timeout
 
-from fxtune.errors import StorageError
+from fxtune.errors import StorageError, not_written
 from fxtune.outputs.run_output import run_folder
 from fxtune.system.terminal.console import say
 from fxtune.tracking import tracker
@@ -23,6 +23,7 @@ def run(run: str) -> None:
         raise StorageError(
             f"{run} is in use by a run that still trains and sends its metrics itself: wait until it has ended."
         ) from error
-    except OSError as error:
-        raise StorageError(f"{run} cannot be read: {error}. Change its permissions.") from error
+    except OSError as error:  # of the lock
+        what = f"{run}, where fxtune locks the run and trackers write, cannot be used"
+        raise not_written(what, error, "or sync a copy of it on another disk") from error
     say(f"{' and '.join(titles)} {'has' if len(titles) == 1 else 'have'} all of {run}")

@@ -86,7 +86,7 @@ NEEDS = (
     KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
-    KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),
+    KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides, warns=True),
     KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
     KeyNeed("refresh.forgotten", "data.general", warns=True),
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from fxtune.system.terminal.units import counted
+
 
 class Stage(NamedTuple):
     share: float
@@ -127,7 +129,7 @@ class StepRows:
     def text(self, stage: int) -> str:
         """Words for a stage: the rows of a step, and the tokens of a row if stages differ in them."""
         start = self.starts[stage]
-        return f"{start.rows:,} rows of {start.length:,} tokens" if self.has_lengths else f"{start.rows} rows"
+        return counted(start.rows, f"rows of {start.length:,} tokens" if self.has_lengths else "rows")
 
     def __str__(self) -> str:
         later = range(1, len(self.starts))

@@ -119,10 +119,15 @@ def changed_since(folder: Path) -> tuple[Proof, list[str]]:
     return proof, damages + [f"{name} was added" for name in added]
 
 
-def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1)) -> None:
+def require_unchanged(
+    origin: Origin,
+    place: str,
+    share: tuple[int, int] = (0, 1),
+    remedy: str = "Use another copy, or export it again (fxtune merge RUN/step-N)",
+) -> None:
     """Raise StorageError if a proven file in the folder of `origin` has changed. A folder without proof.json passes.
     `place`: the option and its value, for the message. `share`: (n, m): only each m-th file is read, from the n-th on.
-    The other ranks read the other files.
+    The other ranks read the other files. `remedy`: a sentence without a period.
 
     Added files are ignored here; `fxtune verify` names them. In a repository of the hub, only fetched files are read.
     """
@@ -135,9 +140,8 @@ def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1
             continue
         if damage := find_damage(folder / name, written):
             raise StorageError(
-                f"{place}: {folder} is not what was proven when it was saved ({PROOF}): {damage.reason}. Use another "
-                f"copy, or export it again (fxtune merge RUN/step-N). If you have edited {name} yourself, "
-                f"remove {folder / PROOF}."
+                f"{place}: {folder} is not what was proven when it was saved ({PROOF}): {damage.reason}. {remedy}. "
+                f"If you have edited {name} yourself, remove {folder / PROOF}."
             )
 
 

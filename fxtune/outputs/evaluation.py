@@ -19,7 +19,7 @@ from fxtune.config import compose
 from fxtune.config.root import Config, SamplerName
 from fxtune.data.batches.build import prepare_evaluation
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import QuestionsConfig
+from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
@@ -75,8 +75,10 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
     """Evaluate the exported weights or a checkpoint of a run, with the run's config changed by `keys`. `url`: of a
     vLLM server with the output; only benchmarks are measured then, by the server.
 
-    Raises ConfigError for an adapter or a model that lies in no run, or if its objective needs a reference that the
-    folder does not have. Also raises the errors of evaluate() and Benchmarks.ask().
+    If the objective needs a reference that the folder does not have, questions and benchmarks are measured.
+
+    Raises ConfigError for an adapter or a model that lies in no run, or if nothing can be measured. Also raises the
+    errors of evaluate() and Benchmarks.ask().
     """
     found = find_output(output)
     if found.run is None:
@@ -94,12 +96,18 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
     base = _base_scores(config)
     if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
         return evaluate(config, found.folder, base=base)
+    notes = []
     if compares:
-        raise ConfigError(
+        notes.append(
             f"{found.folder}: objective={config.objective.name} compares the model with what its run started from, "
-            f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
+            "which this folder does not hold, so held-out data is left out. To measure on it: fxtune eval "
+            f"{found.run / ('adapter' if config.techniques.lora.enabled else 'step-N')}."
         )
-    return evaluate(replace(config, model=models.starting_from(config.model, found.folder)), base=base)
+        config = replace(config, data=_without_held_out(config.data))
+        if not (config.data.questions.path or config.eval.tasks):
+            raise ConfigError(f"{notes[0]} Nothing is left to measure: set data.questions.path or eval.tasks.")
+    result = evaluate(replace(config, model=models.starting_from(config.model, found.folder)), base=base)
+    return replace(result, notes=[*notes, *result.notes])
 
 
 def _read_merged(config: Config, keys: Sequence[str]) -> None:
@@ -111,12 +119,16 @@ def _read_merged(config: Config, keys: Sequence[str]) -> None:
         config.objective.teacher = config.model.path
 
 
+def _without_held_out(data: DataConfig) -> DataConfig:
+    sources = [replace(source, eval_fraction=None) for source in data.sources]
+    return replace(data, sources=sources, eval_fraction=0.0, eval_sources=[])
+
+
 def _base_scores(config: Config) -> Scores:
     """The benchmarks of the model that a run of `config` starts from."""
     if not config.eval.tasks:
         return {}
-    alone = replace(config.data, eval_fraction=0.0, eval_sources=[], questions=QuestionsConfig())
-    alone.sources = [replace(source, eval_fraction=None) for source in alone.sources]
+    alone = replace(_without_held_out(config.data), questions=QuestionsConfig())
     try:
         return evaluate(replace(config, data=alone)).scores
     finally:

@@ -162,9 +162,7 @@ class _Refresh:
         weights = parent / self.kind
         if not (weights / (ADAPTER_FILE if self.kind == "adapter" else "config.json")).exists():
             raise ConfigError(f"{weights} is gone, so {parent} cannot be refreshed. Bring it back.")
-        # With the new sources alone, nothing may read the run's on_overlap, and it would be refused. candidate() sets
-        # it again.
-        config = compose.of_run(parent, self.trust, [*self.overrides, "data.on_overlap=error"])
+        config = compose.of_run(parent, self.trust, self.overrides)
         if config.techniques.lora.enabled != before.techniques.lora.enabled:
             raise ConfigError(f"`techniques.lora.enabled` cannot be set here: {parent} has exported its {self.kind}.")
         if config.objective.needs.reads_groups and not isinstance(config.objective, GroupObjective):

@@ -254,7 +254,8 @@ class RefreshData:
         # One epoch of a mixture has the supervised tokens of all its sources together.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop = config.train.stop
-        # New pairs may have prompts of held-out old pairs. Where no row can be on both sides, on_overlap is refused.
+        # New pairs may have prompts of held-out old pairs. Where no row can be on both sides, on_overlap has no
+        # effect, and a line of the run would say so.
         shares = {source.eval_fraction for source in weighted}
         has_other_sides = old.eval_sources or old.questions.path is not None or len(shares) > 1
         overlap = OnOverlap.drop if has_other_sides else OnOverlap.error

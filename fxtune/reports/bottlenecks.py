@@ -13,6 +13,7 @@ from typing import Any
 
 from fxtune.reports.run_files import RunFiles
 from fxtune.reports.time_shares import TimeShare, startup_stages, time_shares
+from fxtune.system.terminal.startup import OTHER
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _findings(times: Times) -> Iterator[Bottleneck]:
     if (share := times.share("startup")) >= 0.25:
         stages = startup_stages(times.run)
         longest = max(stages, key=lambda stage: stages[stage])
-        said = f"The start of this short run took {share:.0%} of the time, most of it for: {longest}"
+        part = "the recipe, the run's files and other work outside of the timed parts" if longest == OTHER else longest
+        said = f"The start of this short run took {share:.0%} of the time, most of it for: {part}"
         yield Bottleneck(share, said, ["data.questions.limit=N"] if "questions" in longest else [])
     if (share := times.share("data")) >= 0.03:
         workers = option("loader.num_workers")

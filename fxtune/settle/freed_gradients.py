@@ -11,7 +11,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerName
-from fxtune.system.terminal.units import GIB
+from fxtune.system.terminal.units import GIB, counted
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
 """Optimizers that count steps once for all weights, so they cannot update weights one by one."""
@@ -39,7 +39,8 @@ def change_for(config: Config, facts: Facts) -> str:
 def refuse_halved(asked: Switch, rows: int) -> str:
     """A note that `auto` is off in a resumed run. The run halved its micro-batches to `rows` rows, so a step has
     several micro-batches. Raises ConfigError if the recipe asks for `on`."""
-    why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
+    halved = f"the run halved its micro-batches to {counted(rows, 'rows')} when memory ran out"
+    why = f"{halved}, so its steps add up gradients"
     if asked is Switch.on:
         raise ConfigError(
             f"optimizer.in_backward: {why}, and keep all gradients. Set it to off, or start another run: run.dir=NEW."

@@ -24,6 +24,7 @@ from fxtune.checkpoint.run_folder import read_config, require_own_files
 from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.facts.run import Facts
 from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.machine.facts import installed_packages
 from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.redact import redact
@@ -107,7 +108,7 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
     for name in _options(config):
         if (package := TRACKERS[name].package) not in facts.packages:
             wanted = package if name == "wandb" else f'"fxtune[{name}]"'
-            yield f"tracking.{name} is set, but {package} is not installed: pip install {wanted}"
+            yield f"tracking.{name} needs the package {package}, which is not installed: pip install {wanted}"
     wandb = config.wandb
     if wandb.mode is WandbMode.disabled:
         return
@@ -236,8 +237,8 @@ class NoTracker(Tracker):
 def upload(run_dir: Path, note: Callable[[str], None]) -> list[str]:
     """Send the run's trackers the rows of `run_dir` that they do not have. No process may be training that run.
 
-    Returns the trackers' names. Raises ConfigError if the run or the API key is missing. Raises StorageError if the
-    folder is not as fxtune writes it, or if a tracker did not accept every row.
+    Returns the trackers' names. Raises ConfigError if the run, a package or the API key is missing. Raises
+    StorageError if the folder is not as fxtune writes it, or if a tracker did not accept every row.
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
@@ -258,6 +259,8 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> list[str]:
                 f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
                 "tracking.wandb is missing. Bring it back."
             ) from error
+        if reasons := list(check(config, Facts(packages=installed_packages()))):
+            raise ConfigError("\n".join(reasons))
         if config.wandb.mode is WandbMode.online and not api_key_at_hand():
             raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
         notes: Notes = queue.SimpleQueue()

@@ -56,7 +56,7 @@ from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.run.about import contents_of_rows, describe_run
 from fxtune.training.run.end import Decision, RunEnd
-from fxtune.training.run.export import export, write_report
+from fxtune.training.run.export import export, require_whole_export, write_report
 from fxtune.training.run.extension import require_extendable, schedule_of_run
 from fxtune.training.run.log import RunLog, conclusion, introduction, next_commands
 from fxtune.training.run.resume_check import ResumeCheck, build_for_run, claim_folder, require_same_recipe
@@ -92,6 +92,8 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
     try:
         require_extendable(folder, config)
         if folder.finished and not folder.extends:
+            with phase("Checking the export", announce=False):  # a large model takes seconds
+                world.from_main(partial(require_whole_export, folder.path), "checking the export")
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )

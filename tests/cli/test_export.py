@@ -228,6 +228,7 @@ def test_data_without_questions_forbids_no_export(rows, run, capsys):
     )
     out = export(capsys, "mine", "--to", "vllm", "--merged")
     assert "merged: exported, not proven: there are no questions" in out
+    assert "data.questions.path" not in out, "no such key is set"
     assert command(out)
 
 

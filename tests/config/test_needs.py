@@ -15,7 +15,6 @@ REFUSED = [
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
     (["data.share_prompts=true"], "data.share_prompts=true", "an objective over answers to a prompt"),
-    (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
     (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
     (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),
     (["train.stop.metric=exact_match"], "train.stop.metric=exact_match", "train.stop.patience"),
@@ -46,6 +45,7 @@ REFUSED = [
     (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers"),
 ]
 WARNED = [
+    (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
     (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
     (["eval.limit=5"], "eval.limit=5", "eval.tasks"),
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),

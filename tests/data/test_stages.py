@@ -60,6 +60,7 @@ def test_without_a_ramp_all_steps_are_equal():
     assert StepRows.holding(100, one, None) == StepRows.of(one)
     assert [StepRows.of(one).first_row(step) for step in (0, 1, 7)] == [0, 8, 56]
     assert str(StepRows.of(one)) == "8 rows"
+    assert str(StepRows.of([one[0]._replace(rows=1)])) == "1 row"
 
 
 def test_shares_are_those_of_the_steps():

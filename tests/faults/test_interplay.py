@@ -424,6 +424,18 @@ def test_finished_run_stays_unchanged(run_, monkeypatch, said):
         trainer.run(run_)
 
 
+def test_finished_run_with_a_damaged_export_says_so_and_exports_again(run_, said):
+    trainer.run(run_)
+    weights = Path(f"run/{ADAPTER}")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    with pytest.raises(StorageError, match=r"100 bytes.*result\.json"):
+        trainer.run(run_)
+    Path("run/result.json").unlink()
+    trainer.run(run_)
+    assert weights.read_bytes() == whole
+
+
 @pytest.mark.slow
 def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, said):
     """The last action is an upload of up to half a minute. The run has already finished."""

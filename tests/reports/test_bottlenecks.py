@@ -90,6 +90,13 @@ def test_a_long_start_names_its_longest_stage(tmp_path, stage, keys):
     assert finding.keys == keys
 
 
+def test_a_long_start_outside_of_all_stages_says_what_it_was(tmp_path):
+    start = {"train/step": 40, "startup/other_seconds": 30.0}
+    (finding,) = found(tmp_path, lines=[start], result={"time/total_seconds": 130.0})
+    assert "the run's files" in finding.sentence
+    assert not finding.sentence.endswith("other")
+
+
 def test_a_short_run_that_is_mostly_compiled(tmp_path):
     (finding,) = found(tmp_path, lines=[{"train/step": 40, "compile/seconds": 20.0, "compile/graphs": 1}])
     assert finding.share == pytest.approx(0.2)

@@ -8,19 +8,25 @@ An open table is locked against removal.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fxtune.data.config import DataConfig
 from fxtune.errors import FILE, FOLDER, StorageError, kind_of
 from fxtune.system.machine.host import cache_home
 
-META = "table.json"
+META, CHECKSUMS = "table.json", "checksums"
+"""The JSON file of a table, and its entry with the checksums."""
+BLOCK, BLOCKS = 16 << 20, 32
+"""Bytes of a block with a checksum, and how many blocks of a file are read at most, which takes 0.1 s. A file of 10 GB
+is checked in part, because each start of a run would have to read all of it."""
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -29,6 +35,18 @@ def cache_root(data: DataConfig) -> Path:
 
 def _staging_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".staging")
+
+
+def checksums(folder: Path, meta: dict[str, Any]) -> dict[str, list[int]]:
+    """CRC-32 of the blocks of each file of a table, and of `meta`, its JSON, without the checksums. Raises OSError."""
+    text = json.dumps({key: value for key, value in meta.items() if key != CHECKSUMS})
+    found = {META: [zlib.crc32(text.encode())]}
+    for name, size in meta["sizes"].items():
+        blocks = range(0, size, BLOCK)
+        with open(folder / name, "rb") as file:
+            read = blocks[:: -(-len(blocks) // BLOCKS) or 1]
+            found[name] = [zlib.crc32(os.pread(file.fileno(), BLOCK, start)) for start in read]
+    return found
 
 
 @contextmanager

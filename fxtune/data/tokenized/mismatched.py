@@ -20,7 +20,7 @@ from fxtune.data.chat.encode import Document
 from fxtune.data.chat.pairs import shortened
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.tokenized import cache
-from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
+from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, is_intact
 from fxtune.errors import DataError, writing
 
 GROUPS_AT_ONCE = 4096
@@ -47,7 +47,7 @@ def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool
     with writing(f"Tokens of {table.name} cannot be stored in {folder}", place):
         cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
         with cache.locked(folder, table.name):
-            if read_meta(folder) is None:
+            if not is_intact(folder, table.name):
                 _build(folder, whole, longest, packing)
     found = TokenTable(folder, table.name, image_processor=table.image_processor)
     found.whole, found.bad_rows = table.by_row, table.bad_rows

@@ -27,7 +27,8 @@ from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import EMBEDDED, ImageReference
 from fxtune.data.read.row import Row, file_and_place
-from fxtune.data.tokenized.cache import META, keep_from_removal
+from fxtune.data.tokenized.cache import CHECKSUMS, META, checksums, keep_from_removal
+from fxtune.system.terminal.console import say
 
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
 GROUP_ARRAYS = {"groups": np.int64, "labels": np.float32}
@@ -298,6 +299,24 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     return meta if sizes == meta["sizes"] else None
 
 
+def is_intact(folder: Path, name: str) -> bool:
+    """Whether `folder` has a table with the bytes that were written. Prints a line if bytes have changed.
+
+    `name`: the source. A table without checksums, which an older version of fxtune wrote, passes."""
+    if (meta := read_meta(folder)) is None or CHECKSUMS not in meta:
+        return meta is not None
+    try:
+        damaged = [file for file, found in checksums(folder, meta).items() if found != meta[CHECKSUMS].get(file)]
+    except OSError as error:
+        damaged = [str(error)]
+    if damaged:
+        say(
+            f"{name}: {' and '.join(damaged)} in {folder} changed after fxtune wrote the tokens, so they are made "
+            "again. If this happens often, check the disk."
+        )
+    return not damaged
+
+
 @dataclass
 class EncodedShard:
     """The documents of one shard, in arrays as in TokenTable. `lengths`, in tokens, is in place of `offsets`."""
@@ -489,6 +508,7 @@ class TableWriter(ExitStack):
             files=list(self.files),
             sizes={name: (self.folder / name).stat().st_size for name in files},
         )
+        meta[CHECKSUMS] = checksums(self.folder, meta)
         with open(self.folder / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             _sync(file)

@@ -34,7 +34,7 @@ from fxtune.data.read.row import Row, file_and_place, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
-from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
+from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, is_intact
 from fxtune.errors import DataError, HardwareError, writing
 from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
@@ -149,7 +149,7 @@ def _open_or_build(
     folder = tables / _hash([ENCODING_VERSION, *settings, sorted(source.config.unused)])
     cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
     with cache.locked(folder, source.name):
-        if not (cached := read_meta(folder) is not None):
+        if not (cached := is_intact(folder, source.name)):
             _build(folder, settings, source, encoder, data)
         table = TokenTable(folder, source.name, image_processor=encoder.images)
         if table.has_changed_images():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from fxtune.config import compose
 from fxtune.data.config import DataConfig, OnBadRow, QuestionsConfig, SourceConfig
 from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
+from fxtune.data.read.sources import open_source
 from fxtune.errors import ConfigError, UserError
 from fxtune.models import load as models
 from fxtune.models.end_tokens import GENERATION_CONFIG
@@ -95,6 +97,12 @@ class Source:
     def _rows(self, sources: Sequence[SourceConfig]) -> list[Question]:
         if not sources:
             return []
+        with suppress(UserError):  # _read() meets it again
+            if not (form := open_source(sources[0]).format()).is_question:
+                self.unasked = (
+                    f"there are no questions: the rows of {sources[0].path} are {form.name}, without answers"
+                )
+                return []
         skips = self.data.on_bad_row is OnBadRow.quarantine
         return self._read(replace(self.data.questions, path=sources[0].path, limit=ROWS), skips)
 

@@ -163,7 +163,9 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
     if trains_rows:
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
         yield from trained_tokens.refusals(model, trained)
-    if block := next((path for path in chosen.modules if not hasattr(named[path], "weight")), ""):
+    weights = {path: getattr(named[path], "weight", None) for path in chosen.modules}
+    # A block has no weight of its own, and the weight of a norm has one dimension.
+    if block := next((path for path, weight in weights.items() if weight is None or weight.dim() < 2), ""):
         kind = type(named[block]).__name__
         yield f"target_modules: {block} is a {kind}, which is no linear. Name linears: {', '.join(kinds)}."
     for path in chosen.modules:

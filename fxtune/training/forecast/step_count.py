@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from fxtune.config.root import TrainConfig
+from fxtune.system.terminal.units import counted
 
 FEW = 50
 """A run of fewer steps gets a line that says so. The quickstart learns its task in 87 steps."""
@@ -38,7 +39,7 @@ def few_steps(train: TrainConfig, steps: int | None, epoch_rows: float, group: i
     }
     changed = " ".join(f"{key}={new:g}" for key, (new, now) in keys.items() if new != now)
     found = round(epochs * epoch_rows / size)
-    few = f"{steps} step{'s' * (steps != 1)} of {rows} row{'s' * (rows != 1)} are too few to learn from"
+    few = counted(steps, f"steps of {counted(rows, 'rows')} are too few to learn from")
     if not changed:
         yield f"{few}: 100 or more are a common rule. More rows of data are needed."
         return

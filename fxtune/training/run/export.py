@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import CHECKPOINTS, METRICS, REPORT
+from fxtune.checkpoint.run_folder import CHECKPOINTS, METRICS, REPORT, RESULT
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.formats.values import RowError
 from fxtune.data.tokenized.ends import short_question
@@ -14,7 +14,8 @@ from fxtune.export.read_back import EndingProbe
 from fxtune.export.save import save_model
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
-from fxtune.models.proof import Proof
+from fxtune.models.proof import Proof, require_unchanged
+from fxtune.system.files.hub import Origin
 from fxtune.training.builder import RunBuilder
 
 MORE_TOKENS = 16
@@ -53,6 +54,13 @@ def export(
         keeps=f"The trained weights are in {output.parent / CHECKPOINTS}: give the same command again.",
     )
     return proofs[0]
+
+
+def require_whole_export(run: Path) -> None:
+    """Raise StorageError if a file of the adapter or model of a finished run has changed since it was proven."""
+    for kind in ("adapter", "model"):
+        again = f"Remove {run / RESULT} and give the same command again: it exports the last checkpoint again"
+        require_unchanged(Origin(run / kind, kind), f"run.dir={run}", remedy=again)
 
 
 def _ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:

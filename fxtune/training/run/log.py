@@ -21,7 +21,7 @@ from fxtune.objectives.base import Objective
 from fxtune.reports.held_out import figure_tables
 from fxtune.system.terminal.console import table
 from fxtune.system.terminal.startup import StartupTimer
-from fxtune.system.terminal.units import format_seconds
+from fxtune.system.terminal.units import counted, format_seconds
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
@@ -172,7 +172,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     yield from data_notes(config, data)
     summary = data.training.summary()
     yield (
-        f"{summary['steps']} steps of {data.training.step_rows}, {summary['epochs']:.2f} epochs; "
+        f"{counted(summary['steps'], f'steps of {data.training.step_rows}')}, {summary['epochs']:.2f} epochs; "
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
     yield from few_steps(config.train, summary["steps"], summary["rows"], data.training.stream.rows_of_group)

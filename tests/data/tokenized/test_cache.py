@@ -9,6 +9,7 @@ import pytest
 from support.rows import numbered_chat, token_folders, write_jsonl
 
 from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import StorageError
 
@@ -55,6 +56,40 @@ def test_damaged_table_is_rebuilt(table_of, tmp_path, damage):
         (table.folder.with_name(table.folder.name + ".staging") / "table.json").unlink()
     assert np.array_equal(table_of(path).ids, whole)
     assert [folder.suffix for folder in token_folders(tmp_path)] == [""]
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "ids.npy", "supervised.npy", "digests.npy", "table.json"])
+def test_table_with_a_changed_byte_is_rebuilt(table_of, tmp_path, capsys, name):
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(9)])
+    file = table_of(path).folder / name
+    whole = file.read_bytes()
+    # In the JSON a digit changes, so that the file is still JSON.
+    at = whole.index(b'"tokens": ') + 10 if name == "table.json" else len(whole) - 5
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    capsys.readouterr()
+    table_of(path)
+    assert file.read_bytes() == whole
+    assert name in capsys.readouterr().out
+    table_of(path)
+    assert "made again" not in capsys.readouterr().out
+
+
+def test_large_files_are_checked_in_part(tmp_path, monkeypatch):
+    """Each file has at most BLOCKS blocks with a checksum, from its first bytes to near its end."""
+    monkeypatch.setattr(cache, "BLOCK", 10)
+    file, meta = tmp_path / "ids.npy", {"sizes": {"ids.npy": 1000}}
+
+    def checked(at):
+        file.write_bytes(bytes(at) + b"x" + bytes(999 - at))
+        return cache.checksums(tmp_path, meta)["ids.npy"]
+
+    file.write_bytes(bytes(1000))
+    whole = cache.checksums(tmp_path, meta)["ids.npy"]
+    changed = [checked(at) != whole for at in range(1000)]
+    assert len(whole) <= cache.BLOCKS
+    assert sum(changed) == 10 * len(whole)
+    assert changed[0], "the first bytes"
+    assert any(changed[-100:])
 
 
 def test_unwritable_cache_is_a_storage_error(tokenizer, tmp_path):

@@ -94,6 +94,10 @@ def test_the_adapter_is_drawn_from_the_seed():
             {"target_modules": ["self_attn"]},
             "self_attn is a LlamaAttention, which is no linear. Name linears: down_proj",
         ),
+        (
+            {"target_modules": ["q_proj", "input_layernorm"]},
+            "input_layernorm is a LlamaRMSNorm, which is no linear. Name linears: down_proj",
+        ),
         ({"target_modules": []}, "target_modules: empty"),
         ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
         ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.cases import slow_but
 from support.harness import SMALLER
-from support.rows import write_jsonl
+from support.rows import numbered_chat, write_jsonl
 from support.runs import figures, same_export
 
 from fxtune.cli.evaluate import of_output
@@ -144,6 +144,11 @@ def test_full_fine_tuning_stores_and_its_export_without_its_start_names_the_chec
     assert len(stored()) == 2
     with pytest.raises(ConfigError, match="fxtune eval full/step-"):
         reward_margin("full")
+    write_jsonl(Path("asked.jsonl"), [numbered_chat(0)])
+    capsys.readouterr()
+    asked = of_output("full", "data.questions.path=asked.jsonl", "data.questions.max_new_tokens=2")
+    assert asked == {"questions/exact_match": 0.0}
+    assert "fxtune eval full/step-" in capsys.readouterr().out
     wanted = json.loads(Path("full/result.json").read_text())["eval/reward_margin"]
     assert wanted > 0.01, "the trained model is not its own reference"
     assert reward_margin("full/checkpoints/step-00000004") == pytest.approx(wanted, rel=1e-4)

@@ -57,5 +57,5 @@ def test_each_command_says_it(command, cwd, capsys):
     words = ["+recipe=quickstart", "data.sources.0.path=chats.jsonl", "data.sequence_length=512"]
     assert main([*command, *words, "train.micro_batch_size=2", "train.global_batch_size=16"]) == 0
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "of 16 rows are too few to learn from" in said
+    assert "1 step of 16 rows is too few to learn from" in said
     assert "train.micro_batch_size=1 train.global_batch_size=1 train.epochs=" in said

@@ -134,8 +134,7 @@ class RunFolder:
 
     def extend(self, config: dict[str, Any]) -> None:
         """Let rank 0 replace the run's config by `config` for the rest of the run. The earlier config and figures are
-        kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError.
-        """
+        kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError."""
         self.extends = False
         if self.lock is None:
             return

@@ -120,8 +120,7 @@ class SamplerConfig:
     request_seeds: bool = True
     """Send a seed with each request, so that vLLM may write the same answers again. On a CPU vLLM takes none."""
     reward_seconds: float = field(default=30.0, metadata={"above": 0})
-    """A reward that takes longer than this for the answers to one prompt is a bad reward
-    (objective.on_bad_reward)."""
+    """A reward that takes longer than this for the answers to one prompt is a bad reward (objective.on_bad_reward)."""
     reward_workers: int = field(default=2, metadata={"min": 1, "max": 256})
     """Processes that compute rewards."""
 

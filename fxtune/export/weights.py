@@ -64,8 +64,7 @@ class ExportedWeights:
     @staticmethod
     def write(model: PreparedModel, folder: Path, world: World) -> ExportedWeights:
         """Write the adapter of a PEFT model with its options, or a whole model with its config. All ranks of `world`
-        call it. Raises OSError on all ranks.
-        """
+        call it. Raises OSError on all ranks."""
         if hasattr(model.module, "get_base_model"):
             return _write_adapter(model, folder, world)
         return _write_model(model, folder, world)

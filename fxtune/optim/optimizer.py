@@ -188,8 +188,7 @@ class Optimizer:
 
     def step(self, lr: float, finite: torch.Tensor, seed: int = 0) -> None:
         """Update the weights with learning rate `lr` if `finite`, a bool scalar on the device, is true. Then drop the
-        gradients. `seed`: the seed of this step's stochastic rounding.
-        """
+        gradients. `seed`: the seed of this step's stochastic rounding."""
         for parameter in self.kept:
             if self.names[parameter] not in self.reached:
                 parameter.grad = None  # drop() sets the gradient again

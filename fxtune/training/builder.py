@@ -1,6 +1,5 @@
 """Builds a run up to its first step. Training, evaluation, `fxtune verify`, `bench` and `doctor` share this code, so
-their results hold for training.
-"""
+their results hold for training."""
 
 from __future__ import annotations
 

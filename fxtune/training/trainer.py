@@ -462,8 +462,7 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate on the held-out data, and on the questions if their answers can stop the run. Log the figures.
-        Returns whether to save this state.
-        """
+        Returns whether to save this state."""
         self.state.evaluation_due = self.held_out is not None or self.end.asks
         if not self.state.evaluation_due:
             return False

@@ -1,6 +1,5 @@
 """Global switches of torch: resets them, switches to kernels that give the same bits each time, and names operators
-without such a kernel.
-"""
+without such a kernel."""
 
 from __future__ import annotations
 

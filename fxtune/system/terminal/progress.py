@@ -106,8 +106,7 @@ def phase(
     name: str, total: float = 0, unit: str = "", announce: bool = True, part: str | None = None
 ) -> Iterator[Phase]:
     """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: the part
-    of a run's start to which the seconds belong (startup.py); None: the part of the phase around this phase.
-    """
+    of a run's start to which the seconds belong (startup.py); None: the part of the phase around this phase."""
     work = Phase(name, total, unit)
     _progress.phases.append(work)
     try:

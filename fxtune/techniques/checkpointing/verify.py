@@ -341,8 +341,7 @@ def saved_bytes(
 ) -> tuple[float, float]:
     """Returns the bytes a token that autograd saves in the forward pass of `layers`, compiled or not, and the bytes a
     token of one layer's arguments. `shape`: (rows, length) of the pass. Only tensors with an axis of tokens count, and
-    no parameters. A tensor that several layers save counts once.
-    """
+    no parameters. A tensor that several layers save counts once."""
     tokens = math.prod(shape)
     axes = {tokens, shape[1]}
     weights = set(_addresses(model))

@@ -50,8 +50,7 @@ from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's logits by this many times the effect of one rounding of the
-input, because each layer rounds.
-"""
+input, because each layer rounds."""
 
 
 @dataclass
@@ -332,8 +331,7 @@ class Lora(LoraOptions, Technique):
 
 def _train_in_float32(adapted: Any) -> None:
     """Cast the copies that modules_to_save trains to float32. Their inputs are cast to float32 in each call, and their
-    outputs back to the base's dtype. peft leaves the copies in the base's dtype.
-    """
+    outputs back to the base's dtype. peft leaves the copies in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
     dtype = base_dtype(adapted)

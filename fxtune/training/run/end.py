@@ -112,8 +112,7 @@ class RunEnd:
 
     def evaluated(self, figures: Mapping[str, float], schedule: Schedule) -> bool:
         """Record the figures of an evaluation. Returns whether the state must be saved, because these weights are the
-        best so far or the interval of evaluations was decided.
-        """
+        best so far or the interval of evaluations was decided."""
         state, ending = self.state, self.state.ending
         ending["evaluations"] = ending.get("evaluations", 0) + 1
         save = self._decide_interval(schedule, 2 if self.compiles else 1)

@@ -266,8 +266,7 @@ def _machine(facts: Facts) -> dict[str, str]:
 
 def _weight_digests(model: ModelConfig) -> dict[str, str]:
     """A digest of each weights file of a local base model, from the file's size and samples of its content. Raises
-    StorageError if a file cannot be read. For a model from the hub, check_model() compares the revision.
-    """
+    StorageError if a file cannot be read. For a model from the hub, check_model() compares the revision."""
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
     for file in sorted(local.glob("*.safetensors")) if local else ():
@@ -314,8 +313,7 @@ def claim_folder(world: World, config: Config, recipe: dict[str, Any]) -> RunFol
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
     """The builder of the run in `folder`, and the check that a resumed run is the same run. In a resumed run each
-    `auto` keeps its decision from the start.
-    """
+    `auto` keeps its decision from the start."""
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
     check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
     undecided = config.data.packing == AUTO

@@ -133,8 +133,7 @@ class RunState:
 
     def go_back(self, step: int) -> TrainState | None:
         """Restore weights, moments and the loss window from this run's checkpoint of `step`. The rest of the state
-        stays. Returns the state of the checkpoint, or None if it cannot be read.
-        """
+        stays. Returns the state of the checkpoint, or None if it cannot be read."""
         try:
             saved = self.checkpoints.read(step, self.weights(), with_moments=True)
         except ValueError as reason:
@@ -216,8 +215,7 @@ class RunState:
 
     def load_best(self) -> tuple[int, dict[str, Any]]:
         """Load the best weights by train.stop.metric for the export. Returns their step and its figures. If they have
-        no checkpoint, the last weights stay. Nothing is saved after this.
-        """
+        no checkpoint, the last weights stay. Nothing is saved after this."""
         step, best = self.state.step, self.state.best_step
         self.use_averages()
         if best in (None, step) or not self.checkpoints.config.keep_best:
@@ -241,8 +239,7 @@ class RunState:
     def check_room(self, steps: int, optimizer: OptimizerState, export_all: bool, evaluates: bool) -> None:
         """Raise StorageError if the disk has no room for the checkpoints of `steps` steps and the export: the whole
         model with `export_all`, otherwise the trained weights. `optimizer`: the state that it keeps. `evaluates`:
-        whether evaluations decide which weights are best.
-        """
+        whether evaluations decide which weights are best."""
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
             own = sum(local(weight).nbytes for weight in self.weights().values())
@@ -262,8 +259,7 @@ class RunState:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained parameters by name, as the model had them at the start. A divided module has other parameter
-        objects while its weights are gathered for a pass.
-        """
+        objects while its weights are gathered for a pass."""
         return self._weights
 
     def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:

@@ -116,12 +116,7 @@ def shard(
     `whole`: parameters that are not divided; `cast`: the dtype in which linears are multiplied, None: the weights';
     `experts`: modules whose tensors [experts, ...] are divided by expert, and never gathered.
     """
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh, ignored = world.weights_mesh, set(whole)
     for module in experts:

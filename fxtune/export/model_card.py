@@ -8,6 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import yaml
+from safetensors import safe_open
+
 from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
@@ -31,9 +34,6 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     which they were taken), figures (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's
     config as plain data).
     """
-    import yaml
-    from safetensors import safe_open
-
     machine = card.get("machine")
     card = redact({name: value for name, value in card.items() if name != "machine"})
     adapter, hf_config = (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
@@ -80,8 +81,6 @@ class ExportedWeights:
 
     def _require_complete(self) -> None:
         """Raise Mismatch unless the files and their index name the tensors that were written, each in its file."""
-        from safetensors import SafetensorError, safe_open
-
         found: dict[str, str] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
@@ -122,8 +121,6 @@ class ExportedWeights:
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
         """Raise Mismatch unless part `chunk` of the tensor `name` in its file equals `held`. `opened` closes the
         file."""
-        from safetensors import SafetensorError, safe_open
-
         if chunk.empty:
             return
         path = self.folder / self.files.get(name, "model.safetensors")
@@ -163,7 +160,6 @@ def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
 
 def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> ExportedWeights:
     from peft import get_peft_model_state_dict
-    from safetensors import SafetensorError
 
     model = prepared.module
     state = model.state_dict()

@@ -128,10 +128,6 @@ class RunFolder:
         if self.lock is not None:
             write_json(self.path / name, value)
 
-    def first_config(self) -> dict[str, Any]:
-        """The config before the run was extended; `config` if it was not extended. Raises StorageError."""
-        return read_config(self.path, "config-1.yaml") or self.config
-
     def extend(self, config: dict[str, Any]) -> None:
         """Let rank 0 replace the run's config by `config` for the rest of the run. The earlier config and figures are
         kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError."""

@@ -83,11 +83,6 @@ def _translate_slurm() -> None:
     os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 12000))
 
 
-def gives_own_cards() -> bool:
-    """Whether Slurm may show each rank only its own card (--gpus-per-task)."""
-    return "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-
-
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `a-[003-005,9],b` begins with a-003, `a[1-2]-b[4,6]` with a1-b4."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)[0]  # type: ignore[index]  # an empty text matches, too

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fxtune.distributed import failure
 from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
-from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, process_rank
+from fxtune.distributed.ranks import HEARTBEATS, MEETING, meeting_time, process_rank
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line, shortened
 from fxtune.system.machine.facts import BROKEN, MachineFacts, installed_packages
@@ -109,7 +109,8 @@ class World:
             )
         set_threads(threads)
         cuda = torch.cuda.is_available() and device is not Device.cpu
-        if cuda and torch.cuda.device_count() == 1 and gives_own_cards():
+        by_slurm = "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+        if cuda and torch.cuda.device_count() == 1 and by_slurm:  # which may show each rank only its own card
             local_rank = 0
         if cuda and size > 1 and local_rank >= torch.cuda.device_count():
             raise HardwareError(

@@ -411,7 +411,8 @@ class Encoder:
         if is_rewritten:
             found = [REWRITTEN_REMARKS[self.on_rewritten], *(line for line in found if line != REASONING_REMARK)]
         learned = [index for index, is_learned in enumerate(supervised) if is_learned]
-        if template.writes_empty_reasoning and any(
+        # Whether an answer without reasoning begins with an empty block of reasoning.
+        if any("</think>" in lead for lead in template.frame.leads) and any(
             messages[index]["role"] == "assistant" and not reasoning_and_content(messages[index])[0]
             for index in learned
         ):

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
-from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest
+from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest, read_config
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
 from fxtune.distributed.background import BackgroundGroup
@@ -51,8 +51,8 @@ class RunState:
         self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
         self.world, self.model = train_step.world, train_step.model.model
         self._weights = trained_weights(self.model)
-        recipe, ranks = config_digest(folder.first_config()), BackgroundGroup(self.world)
-        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, ranks)
+        recipe = config_digest(read_config(folder.path, "config-1.yaml") or folder.config)  # before it was extended
+        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, BackgroundGroup(self.world))
         self.checkpoints.prepare(self.weights(), train_step.keeps_rank_state)
         self.state = TrainState()
         self.saved = 0

@@ -15,7 +15,7 @@ import multiprocessing
 import shlex
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import date
@@ -74,7 +74,11 @@ def run(
     cache = TrialCache(cache_home() / "trials.json", again)
     search = Search(config, typed, context, names, minutes * 60, steps, cache, tell)
     if dry_run:
-        say(planned_table(search.planned()))
+        rows = [
+            [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
+            for axis, candidate in search.planned()
+        ]
+        say(table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows))
         say(f"Nothing was run. The table has the values of the first round. The recipe would be {path}.")
         return
     try:
@@ -139,14 +143,6 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
     plan = builder.read()[1].training
     mean = max(int(plan.stream.segments.length.mean()), 1)
     return replace(context, facts=builder.facts, data=plan.fingerprint, document=1 << (mean - 1).bit_length())
-
-
-def planned_table(planned: Iterator[tuple[str, Candidate]]) -> Any:
-    rows = [
-        [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
-        for axis, candidate in planned
-    ]
-    return table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows)
 
 
 def results_table(search: Search) -> Any:

@@ -238,7 +238,9 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
         )
     completed_before = completed(before)
     if changed := differences(completed_before, config):
-        found.extends = not differences(_with_length_of(completed_before, config), config)
+        length = {key: (config.get("train") or {}).get(key) for key in LENGTH}
+        longer = {**completed_before, "train": {**(completed_before.get("train") or {}), **length}}
+        found.extends = not differences(longer, config)
     if changed and not found.extends:
         raise ConfigError(
             f"{root} holds a run of another config, so it cannot go on with this one:\n"
@@ -315,12 +317,6 @@ def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
 
 def _write_config(path: Path, config: dict[str, Any]) -> None:
     replace_text(path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-
-
-def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the values of `other` for the keys of LENGTH."""
-    length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
-    return {**config, "train": {**(config.get("train") or {}), **length}}
 
 
 def read_objective(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -222,7 +222,9 @@ class Optimizer:
             with self.host_moments.on_device(part) if self.host_moments else nullcontext():
                 part.step()
             return
-        with _eager_on_cpu(part):
+        # Compiling the C++ of torchao's update on a CPU takes longer than it saves.
+        eager = _is_from(part, TORCHAO) and part.param_groups[0]["params"][0].device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             taken = part in self.guards and self.guards[part].step(finite)
             if not taken and (on_host or finite.item)():  # the device cannot skip the step, so the host decides
                 part.step()
@@ -353,13 +355,6 @@ def _library_state(parameter: torch.Tensor, plain: dict[str, Any]) -> dict[str, 
         codes, scale, qmap = (plain[f"{key}.{inner}"] for inner in ("codes", "scale", "qmap"))
         moments[key] = OptimState8bit(codes, scale, qmap, signed=key == "exp_avg", dtype=parameter.dtype)
     return moments
-
-
-def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """A context in which torchao's update on a CPU is not compiled: compiling its C++ takes longer than it saves."""
-    on_cpu = part.param_groups[0]["params"][0].device.type == "cpu"
-    eager = on_cpu and _is_from(part, TORCHAO)
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
 def state_of(config: OptimizerConfig) -> OptimizerState:

@@ -353,8 +353,7 @@ class Checkpoints:
         checkpoints of `best_step` and `branch_step` stay."""
         self._end_save(report=False)
         with contextlib.suppress(OSError):  # the caller's write reports a full disk
-            paths = stored.paths(self.folder)
-            self._retention(best_step, branch_step).make_room(self.folder, paths, size)
+            self._retention(best_step, branch_step).make_room(self.folder, stored.paths(self.folder), size)
 
 
 def read(

@@ -229,13 +229,11 @@ def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[t
     if isinstance(objective, GroupObjective):
         groups = objective.group_losses(model, batch)
         return torch.where(groups.counted, groups.losses, 0.0), groups.counted
-    tokens = batch.document_sums((batch.labels != IGNORE_INDEX).double())
-    return -model.segment_log_probs(batch), tokens
+    return -model.segment_log_probs(batch), batch.document_sums((batch.labels != IGNORE_INDEX).double())
 
 
 def _slots(spec: BatchSpec) -> np.ndarray:
     """The slot of each segment in `Batch.cu_seqlens`, int64 [segments]. The padding of a packed row is a slot, too."""
     segments = np.diff(spec.offsets)
-    used = np.add.reduceat(spec.length, spec.offsets[:-1])
-    padded = (used < spec.width) & spec.packed
+    padded = (np.add.reduceat(spec.length, spec.offsets[:-1]) < spec.width) & spec.packed
     return np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, segments)

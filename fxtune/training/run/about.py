@@ -78,8 +78,7 @@ def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
-    figures = plan.summary()
-    return {**figures, "lengths": [_lengths(table) for table in plan.tables]}
+    return {**plan.summary(), "lengths": [_lengths(table) for table in plan.tables]}
 
 
 def _lengths(table: TokenTable) -> dict[str, Any]:

@@ -169,7 +169,9 @@ class Optimizer:
         norm = self._norm(gradient for weight, gradient in reached.items() if weight not in self.divided)
         if self.sharding is not None:
             own = self._norm(gradient for weight, gradient in reached.items() if weight in self.divided).double()
-            norm = (norm.double().square() + self.sharding.sum_over_shards(own.square())).sqrt().float()
+            world = self.sharding.world
+            squares = world.sum(own.square(), "adding up a norm", world.weights_group)
+            norm = (norm.double().square() + squares).sqrt().float()
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if all(isinstance(part, StochasticAdamW) for part in self.parts):

@@ -264,7 +264,9 @@ class Trainer:
                 self.clock.stop()
                 return self._pause() if self._pauses() else self._finish()
             except Stopped as stop:
-                self._stop(stop)
+                self._log_due_line()
+                self._ensure_saved()
+                stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
                 raise
             except LostImageError as error:
                 self._stop_at(error)
@@ -384,12 +386,6 @@ class Trainer:
             message += f"\n{error}"
         phase = MemoryPhase.training if part == "training" else MemoryPhase.forward
         return self.builder.out_of_memory(message, phase, rows, row_length, micro_batches)
-
-    def _stop(self, stop: Stopped) -> None:
-        """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
-        self._log_due_line()
-        self._ensure_saved()
-        stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _stop_at(self, error: LostImageError) -> None:
         """Save the state before a step with a lost image, and make the error name the image's row. Ranks that share

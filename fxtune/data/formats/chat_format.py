@@ -166,7 +166,8 @@ def add_turns(chat: Conversation, turns: Any, key: str) -> None:
 
 def add_answer(chat: Conversation, answer: Any, column: str) -> None:
     """Add an answer to a prompt: a text, a turn or a list of turns. Raises RowError."""
-    chat.end_prompt()
+    # The messages so far are a prompt: they are not learned, and an answer continues a begun assistant turn.
+    chat.train_flags, chat.ends_prompt = [False] * len(chat.messages), True
     if isinstance(answer, str):
         chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
     elif isinstance(answer, Mapping):

@@ -92,11 +92,6 @@ class Conversation:
         self.places.append(place)
         self.train_flags.append(train_flag)
 
-    def end_prompt(self) -> None:
-        """Make the messages so far a prompt. They are not learned, and an answer continues a begun assistant turn."""
-        self.train_flags = [False] * len(self.messages)
-        self.ends_prompt = True
-
 
 @dataclass
 class PlainText:

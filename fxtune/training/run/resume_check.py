@@ -187,7 +187,14 @@ class ResumeCheck:
         if optimizer.stochastic_rounding:
             self.compare("rounding", DRAWS, refuse=False)
         self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
-        self.compare("machine", _machine(facts), refuse=False)
+        # What rounding depends on: the device, torch and its threads, and the packages that compute.
+        machine = {
+            "device": facts.device_name if facts.device == "cuda" else "cpu",
+            **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
+            **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
+            "torch": torch.__version__,
+        }
+        self.compare("machine", machine, refuse=False)
 
     def check_data(self, tables: Iterable[TokenTable], rate: float | None) -> None:
         """compare() the tokens of each training source, and the learning rate if it is `auto` in the recipe."""
@@ -251,16 +258,6 @@ def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
     return {
         f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
         for number, table in enumerate(tables)
-    }
-
-
-def _machine(facts: Facts) -> dict[str, str]:
-    """What rounding depends on: the device, torch and its threads, and the packages that compute."""
-    return {
-        "device": facts.device_name if facts.device == "cuda" else "cpu",
-        **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
-        **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
-        "torch": torch.__version__,
     }
 
 

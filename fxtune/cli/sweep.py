@@ -99,7 +99,18 @@ def run(
             sweep.run(look)
         best = sweep.winner()
         say(table(sweep))
-        _write_curves(sweep)
+        curves = [
+            Series(
+                f"trial {trial.number}: {trial.title}",
+                [(step / max(trial.steps, 1), loss) for step, loss in points],
+                thick=trial is best,
+            )
+            for trial in sweep.trials
+            if (points := trial.curve())
+        ]
+        title = f"{config.run.name}: held-out loss of each configuration"
+        text = plot(title, curves, "share of the run", config.objective.unit, percent=True)
+        replace_text(folder / CURVES, text)
         found = results(sweep)
         write_json(folder / FILE, found)
         ANSWER.put(found)
@@ -199,17 +210,6 @@ def results(sweep: Sweep) -> dict[str, Any]:
         "winner": None if best is None else best.number,
         "runs": rows,
     }
-
-
-def _write_curves(sweep: Sweep) -> None:
-    best, curves = sweep.winner(), []
-    for trial in sweep.trials:
-        if points := trial.curve():
-            share = [(step / max(trial.steps, 1), loss) for step, loss in points]
-            curves.append(Series(f"trial {trial.number}: {trial.title}", share, thick=trial is best))
-    title = f"{sweep.config.run.name}: held-out loss of each configuration"
-    text = plot(title, curves, "share of the run", sweep.config.objective.unit, percent=True)
-    replace_text(sweep.folder / CURVES, text)
 
 
 def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:

@@ -59,7 +59,13 @@ def run(
     Raises ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be
     written.
     """
-    names, typed = parse_axes(axes), list(overrides)
+    names = list(AXES) if axes is None else list(filter(None, map(str.strip, axes.split(","))))
+    for name in names:
+        if name not in AXES:
+            raise ConfigError(f"--axes {axes}: there is no axis `{name}`{did_you_mean(name, AXES)}")
+    if not names:
+        raise ConfigError(f"--axes names no axis. The axes: {', '.join(AXES)}.")
+    names, typed = list(dict.fromkeys(names)), list(overrides)
     if any(choice.sweeps for choice in recipe_writer.choices(typed)):
         raise ConfigError(
             "tune tries values itself, so a key takes one value: leave -m out, and choose axes with --axes"
@@ -104,16 +110,6 @@ def run(
     recipe_writer.write(path, header(search, winner, path), typed, apply_deltas(config, winner.deltas))
     say(f"The recipe is {path}: {_command(path)}")
     ANSWER.put(results(search, winner, why))
-
-
-def parse_axes(text: Optional[str]) -> list[str]:
-    names = list(AXES) if text is None else [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in AXES:
-            raise ConfigError(f"--axes {text}: there is no axis `{name}`{did_you_mean(name, AXES)}")
-    if not names:
-        raise ConfigError(f"--axes names no axis. The axes: {', '.join(AXES)}.")
-    return list(dict.fromkeys(names))
 
 
 def survey(overrides: list[str], config: Config, with_data: bool) -> SearchContext:

@@ -148,8 +148,17 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.moments: {config.moments.value} is read by adamw with stochastic_rounding=true only. Set "
             "them, or leave it out."
         )
-    if config.offload:
-        yield from _no_offload(config, facts)
+    if config.offload and config.name is not OptimizerName.adamw:
+        yield f"optimizer.offload: {config.name.value} keeps its moments on the GPU. Use adamw, or set it to false."
+    if config.offload and facts.device != "cuda":
+        yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
+    if config.offload and facts.techniques.lora.enabled:
+        yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
+    if config.offload and facts.degrees.shard > 1:
+        yield (
+            f"optimizer.offload: parallel.shard={facts.degrees.shard} divides the moments over the GPUs. Set it to "
+            "false, or parallel.shard to 1."
+        )
     if facts.degrees.shard > 1 and config.name is OptimizerName.adafactor and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adafactor keeps means over whole matrices, and parallel.shard="
@@ -196,20 +205,6 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> str:
     """The package of adamw_8bit. By default it is bitsandbytes, because torchao's update is compiled when a run
     starts. It is torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
-
-
-def _no_offload(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    if config.name is not OptimizerName.adamw:
-        yield f"optimizer.offload: {config.name.value} keeps its moments on the GPU. Use adamw, or set it to false."
-    if facts.device != "cuda":
-        yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
-    if facts.techniques.lora.enabled:
-        yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
-    if facts.degrees.shard > 1:
-        yield (
-            f"optimizer.offload: parallel.shard={facts.degrees.shard} divides the moments over the GPUs. Set it to "
-            "false, or parallel.shard to 1."
-        )
 
 
 def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

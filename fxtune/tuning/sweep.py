@@ -286,7 +286,13 @@ class Sweep:
                         self._follow(index)
                     look()
             except Stopped as stop:
-                stop.outcome = self._save_all()
+                for job in self._jobs.values():
+                    job.process.terminate()  # the run saves its state and ends
+                for job in self._jobs.values():
+                    job.process.wait()
+                count = len(self._jobs)
+                saved = f"{count} run{'s' * (count != 1)} saved in {self.folder}. " if count else ""
+                stop.outcome = f"{saved}The same command goes on."
                 raise
             finally:
                 for job in self._jobs.values():
@@ -409,16 +415,6 @@ class Sweep:
         """Remove the checkpoints of a stopped configuration, because it never goes on."""
         if trial.state is State.stopped:
             shutil.rmtree(trial.folder / CHECKPOINTS, ignore_errors=True)
-
-    def _save_all(self) -> str:
-        """Let all runs save their state and end. Returns a sentence about the saved runs."""
-        for job in self._jobs.values():
-            job.process.terminate()
-        for job in self._jobs.values():
-            job.process.wait()
-        count = len(self._jobs)
-        saved = f"{count} run{'s' * (count != 1)} saved in {self.folder}. " if count else ""
-        return f"{saved}The same command goes on."
 
     def choices(self, trial: Trial) -> list[str]:
         """The words of a command line that say what `trial` learns and when it evaluates."""

@@ -42,7 +42,7 @@ from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
 from fxtune.techniques.checkpointing.verify import Proof, vision_encoder_evidence
 from fxtune.techniques.experts.adapted import grouped, operator_of
-from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora import families, fuse
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
@@ -365,7 +365,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         by_name = self._saves("fxtune.lora_mlp")
         if self.policy is not Policy.selective:
             return by_name, by_name
-        gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in fuse.MLP)
+        gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in families.MLP)
         return gate or up, gate or up or down
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:

@@ -55,7 +55,7 @@ from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.run.about import contents_of_rows, describe_run
-from fxtune.training.run.end import Decision, RunEnd
+from fxtune.training.run.end import RunEnd
 from fxtune.training.run.export import export, write_report
 from fxtune.training.run.extension import require_extendable, schedule_of_run
 from fxtune.training.run.log import RunLog, conclusion, introduction, next_commands
@@ -336,25 +336,20 @@ class Trainer:
             self.state.branch_step = None
             decision = self.end.decide(self.steps.schedule, evaluate, looks)
         if decision is not None:
-            self._end_early(decision)
-            save = True
-            if self.state.step == decision.schedule.last and not evaluate:  # the last step of a run is evaluated
+            self.monitor.report()  # bad steps so far belong to the old plan
+            self.end.take(decision)
+            self.steps.follow(decision.schedule)
+            self.meter.plan = self.plan
+            self.training.total = last = decision.schedule.last
+            self.screen.ends_at(last)
+            self.screen.note(decision.text)
+            self.log.log({"train/last_step": last, "train/dropped_steps": decision.schedule.dropped})
+            save = True  # the decision is part of the state
+            if self.state.step == last and not evaluate:  # the last step of a run is evaluated
                 with self.meter.paused():
                     self._evaluate()
         if save:
             self.run_state.save()
-
-    def _end_early(self, decision: Decision) -> None:
-        """Follow a decision about the end of the run. The decision is now part of the state, so the caller must save
-        the state."""
-        self.monitor.report()  # bad steps so far belong to the old plan
-        self.end.take(decision)
-        self.steps.follow(decision.schedule)
-        self.meter.plan = self.plan
-        self.training.total = last = decision.schedule.last
-        self.screen.ends_at(last)
-        self.screen.note(decision.text)
-        self.log.log({"train/last_step": last, "train/dropped_steps": decision.schedule.dropped})
 
     def _drop_recordings(self) -> None:
         """Free the memory of recorded CUDA graphs. They are recorded again when needed."""

@@ -110,21 +110,16 @@ def phase(
     work = Phase(name, total, unit)
     _progress.phases.append(work)
     try:
-        if announce:
-            _announce(work)
+        work.announced = announce
+        if announce and _progress.log:
+            console.say(f"{name} ...")
+        elif announce and _progress.region:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                _progress.region.refresh()
         with STARTUP.part(part) if part else contextlib.nullcontext():
             yield work
     finally:
         _progress.phases.remove(work)
-
-
-def _announce(work: Phase) -> None:
-    work.announced = True
-    if _progress.log:
-        console.say(f"{work.name} ...")
-    elif _progress.region:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            _progress.region.refresh()
 
 
 def show(kind: str = "auto") -> None:

@@ -96,25 +96,18 @@ class RunState:
         self.saved, self._saved_rows = saved.state.step, dict(saved.state.rows)
         return saved.state
 
-    def _load_rank_states(
-        self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
-    ) -> None:
-        """Restore the state that differs from rank to rank. `ranks`: this state by rank. `moments`: used for rank 0 if
-        `ranks` does not have it."""
-        if ranks and self.train_step.keeps_rank_state:
+    def _restore(self, saved: Checkpoint) -> None:
+        copy_weights(saved.weights, self.weights())
+        moments = stored.of_all_ranks(saved.moments)
+        self.optimizer.load(moments, saved.state.optimizer)
+        if (ranks := stored.by_rank(saved.moments)) and self.train_step.keeps_rank_state:
             states = {0: moments, **ranks}
-            self.train_step.load_rank_states([states[rank] for rank in range(len(states))], scalars)
+            self.train_step.load_rank_states([states[rank] for rank in range(len(states))], saved.state.optimizer)
             if len(states) != self.world.size:
                 self.note(
                     f"The run was saved by {len(states)} ranks and goes on with {self.world.size}. The separate state "
                     "of each rank cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
                 )
-
-    def _restore(self, saved: Checkpoint) -> None:
-        copy_weights(saved.weights, self.weights())
-        moments = stored.of_all_ranks(saved.moments)
-        self.optimizer.load(moments, saved.state.optimizer)
-        self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
         self.loss_scale.load(saved.state.loss_scale)
 
     def schedule(self, planned: Schedule) -> Schedule:

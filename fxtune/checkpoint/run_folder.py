@@ -352,7 +352,12 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
             raise ValueError("it is no regular file")
         text = file.read_text(encoding="utf-8")
         try:
-            _require_simple_yaml(text)
+            depth = 0
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if isinstance(event, yaml.AliasEvent) or depth > 24:  # these can make a few lines endless
+                    line = event.start_mark.line + 1
+                    raise ValueError(f"line {line} is not as fxtune writes it (an alias, or more than 24 levels)")
             config = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from error
@@ -398,18 +403,6 @@ def require_own_files(path: Path) -> None:
         if (kind := kind_of(entry)) not in {None, *kinds}:
             raise StorageError(
                 f"{entry} is {kind}, and a run has something else there. Remove it, or set run.dir to another folder."
-            )
-
-
-def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML with deep nesting or aliases. They can make a few lines endless. fxtune writes
-    neither."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > 24:
-            raise ValueError(
-                f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)"
             )
 
 

@@ -125,7 +125,19 @@ class World:
         if world.size > 1:
             _join(world)
         if memory_gib is not None:
-            _limit(world.device, memory_gib)
+            if not cuda:
+                raise ConfigError(
+                    f"run.memory_gib={memory_gib} limits a GPU's memory, and this run is on a CPU. Remove it."
+                )
+            total = torch.cuda.get_device_properties(here).total_memory
+            if memory_gib * GIB > total:
+                raise ConfigError(
+                    f"run.memory_gib={memory_gib}, but {torch.cuda.get_device_name(here)} has {total / GIB:.1f} GiB. "
+                    "Lower or remove it."
+                )
+            # The CUDA context (about 0.5 GiB) is not included.
+            torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / total, here)
+            _LIMITED.add(here)
         elif world.device in _LIMITED:
             torch.cuda.set_per_process_memory_fraction(1.0, world.device)
             _LIMITED.discard(world.device)
@@ -538,17 +550,3 @@ def _cannot_meet(world: World, error: Exception) -> RankError:
 
 def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def _limit(device: torch.device, gib: float) -> None:
-    """Limit torch's allocator to `gib` GiB of the GPU. The CUDA context (about 0.5 GiB) is not included."""
-    if device.type != "cuda":
-        raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
-    total = torch.cuda.get_device_properties(device).total_memory
-    if gib * GIB > total:
-        raise ConfigError(
-            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {total / GIB:.1f} GiB. Lower or "
-            "remove it."
-        )
-    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, device)
-    _LIMITED.add(device)

@@ -93,8 +93,8 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
     if url is not None:
         if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
             raise ConfigError("--url is for benchmarks: name some with --tasks.")
-        scores = benchmarks.ask(url, found.folder, found.run.resolve().name)
-        return Evaluation(f"{found.folder} at {url}", scores, [], [], None, "", 0)
+        judged = benchmarks.ask(url, found.folder, found.run.resolve().name)
+        return Evaluation(f"{found.folder} at {url}", judged, [], [], None, "", 0)
     compares = config.objective.needs.reference and config.data.holds_out
     base = _base_scores(config)
     if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):

@@ -216,10 +216,10 @@ class _RenderedChat:
             elif sentinel.is_last:
                 arguments = self.messages[sentinel.turn]["tool_calls"][-1]["function"].get("arguments")
                 head, tail = self.template.around_arguments
-                written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                if not tail or not behind.startswith(head + written + tail):  # the end of the call is not certain
+                call = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                if not tail or not behind.startswith(head + call + tail):  # the end of the call is not certain
                     return None
-                spans[sentinel.turn] = start, position + len(head + written + tail)
+                spans[sentinel.turn] = start, position + len(head + call + tail)
         return spans
 
     def span_of_turn(self, index: int) -> Span:

@@ -381,10 +381,8 @@ class _Comparison:
                     plan = builder.own(self.plan.with_micro_batch_size(size))
                     # This rank's micro-batches as a loader gives them to a GPU.
                     rounded = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
-                    batches, counted = (
-                        (batch.to(self.world.device) for batch in rounded),
-                        plan.counted_micro_batches(0),
-                    )
+                    batches = (batch.to(self.world.device) for batch in rounded)
+                    counted = plan.counted_micro_batches(0)
                     metrics = together(self.world, partial(step.backward, batches, self.normalizer, counted=counted))
                     result = _collect(model, step.sum_over_ranks(metrics)["loss"])
                 except (torch.OutOfMemoryError, MemoryShortError):

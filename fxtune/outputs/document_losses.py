@@ -222,11 +222,8 @@ def _visit(
         # The slot of each segment in `Batch.cu_seqlens`. The padding of a packed row is a slot, too.
         padded = (np.add.reduceat(spec.length, spec.offsets[:-1]) < spec.width) & spec.packed
         slots = np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, np.diff(spec.offsets))
-        read(
-            batch,
-            torch.from_numpy(slots).to(loader.device),
-            [(plan.tables[table], document) for table, document in plan.documents(step, position)],
-        )
+        places = [(plan.tables[table], document) for table, document in plan.documents(step, position)]
+        read(batch, torch.from_numpy(slots).to(loader.device), places)
 
     visit(model, loader, precision, World(loader.device), "Measuring documents", place)
 

@@ -55,6 +55,9 @@ class Answers:
     def margin(self) -> torch.Tensor:
         return self.chosen - self.rejected
 
+    def at_least(self, least: float) -> Answers:
+        return Answers(self.chosen.clamp(min=least), self.rejected.clamp(min=least))
+
     def __truediv__(self, other: Answers) -> Answers:
         return Answers(self.chosen / other.chosen, self.rejected / other.rejected)
 
@@ -154,7 +157,7 @@ class PairObjective(GroupObjective):
         def answers(log_probs: torch.Tensor) -> Answers:
             return Answers.of(batch.document_sums(log_probs if weights is None else log_probs * weights))
 
-        length = Answers.of(lengths.clamp(min=1))
+        length = Answers.of(lengths).at_least(1)
         pairs = ScoredPairs(answers(policy), None if reference is None else answers(reference), length)
         by_token = Answers.of(batch.document_sums(policy)) / length
         metrics = {

@@ -353,7 +353,8 @@ class Checkpoints:
         checkpoints of `best_step` and `branch_step` stay."""
         self._end_save(report=False)
         with contextlib.suppress(OSError):  # the caller's write reports a full disk
-            self._retention(best_step, branch_step).make_room(self.folder, stored.paths(self.folder), size)
+            paths = stored.paths(self.folder)
+            self._retention(best_step, branch_step).make_room(self.folder, paths, size)
 
 
 def read(

@@ -124,7 +124,8 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
         raise CheckError(f"The recipe as it is cannot be measured: {base['error']}")
     say(*base["decided"], figures_table(base))
     without: dict[str, Figures] = {}
-    for name, keys in [("", []), *switched_off(base["techniques"])]:
+    pending = [("", []), *switched_off(base["techniques"])]
+    for name, keys in pending:
         if name:
             say(f"without {name} ...")
             figures = with_price(measure_in_process([*overrides, *keys], steps, warm_up), hour)

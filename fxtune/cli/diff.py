@@ -24,7 +24,8 @@ def run(first: str, second: str) -> None:
     folders = run_folder(first), run_folder(second)
     difference = compare_runs(*folders)
     names = [str(folder) for folder in folders]
-    for heading, changes in {"recipe": difference.recipe, **difference.sections}.items():
+    sections = {"recipe": difference.recipe, **difference.sections}
+    for heading, changes in sections.items():
         if changes:
             say(_changes_table(heading.capitalize(), changes, names))
     if difference.partings:

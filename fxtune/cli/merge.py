@@ -36,4 +36,5 @@ def of_output(
 ) -> Path:
     """Merge the adapter of a run, a checkpoint, a folder or the hub into a new folder. Raises the errors of
     export()."""
-    return export(adapter, "model", folder, ExportOptions(unmerged=unmerged), trust_remote_code).folder
+    options = ExportOptions(unmerged=unmerged)
+    return export(adapter, "model", folder, options, trust_remote_code).folder

@@ -144,7 +144,8 @@ def _pair(pair: Pair) -> Finding:
         return Finding(what, f"NVLink, {pair.nvlinks} links", State.works)
     if pair.peer:
         why, remedy = NO_PEERS.get(pair.peer, NO_PEERS[5])
-        return Finding(what, f"PCIe, {way}; neither reads the other's memory: {why}", State.warning, remedy)
+        seen = f"PCIe, {way}; neither reads the other's memory: {why}"
+        return Finding(what, seen, State.warning, remedy)
     if pair.ancestor == SLOW_ANCESTOR:
         remedy = "choose GPUs of one CPU with CUDA_VISIBLE_DEVICES, if there are (`nvidia-smi topo -m`)"
         return Finding(what, f"PCIe, {way}", State.warning, remedy)

@@ -226,7 +226,8 @@ class PlainModel(LanguageModel):
             yield *document, shared, own
 
     def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
-        used = experts_per_token(self.model.modules(), self.model.config.get_text_config())
+        text = self.model.config.get_text_config()
+        used = experts_per_token(self.model.modules(), text)
         assert used is not None, "there are routers"
         for logits in of_routers:
             chosen = logits.detach().float().softmax(-1).topk(used).indices

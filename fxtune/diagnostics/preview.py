@@ -124,7 +124,8 @@ def preview_rollouts(config: Config, run: Path) -> dict[str, Any]:
     table, texts = rollouts.table(step - 1), TokenTexts(load_tokenizer(config.model), signs_of(console))
     answers = [answer for answer in rollouts.answers(step - 1) if answer["advantage"] is not None]
     for answer, start, end in zip(answers, table.offsets[:-1].tolist(), table.offsets[1:].tolist(), strict=True):
-        answer |= {"ids": table.ids[start:end].tolist(), "supervised": table.supervised[start:end].tolist()}
+        supervised = table.supervised[start:end].tolist()
+        answer |= {"ids": table.ids[start:end].tolist(), "supervised": supervised}
     print_legend(texts.signs, console)
     mean = rollouts.figures(step - 1)["figures"]["reward"]
     title = f"step {step}: {counted(len(answers), 'answers')} to learn from; mean reward of all answers {mean:.4g}"

@@ -38,7 +38,8 @@ def decide(account: Account) -> None:
     shared.rows(account, "data.sources", "pretraining_dataset", _source)
     shared.rows(account, "data.eval_sources", "test_datasets", _source)
     texts = all(entry.get("type") in TEXTS for entry in account.get("dataset", []))
-    if not str(account.get("chat_template_jinja", ".jinja")).endswith(".jinja"):
+    template = str(account.get("chat_template_jinja", ".jinja"))
+    if not template.endswith(".jinja"):
         account.refuse("write the template to a file NAME.jinja, and name the file here", "chat_template_jinja")
     if account.has("eta_min"):
         share = float(account.get("eta_min")) / float(account.get("learning_rate"))

@@ -129,7 +129,8 @@ def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1
     folder = origin.folder
     if not (folder / PROOF).exists():
         return
-    for name, written in list(_read(folder)[1].items())[share[0] :: share[1]]:
+    files = _read(folder)[1]
+    for name, written in list(files.items())[share[0] :: share[1]]:
         if origin.revision is not None and not (folder / name).exists():
             continue
         if damage := find_damage(folder / name, written):

@@ -116,7 +116,8 @@ class KTO(GroupObjective, WithReference):
         ratios = batch.document_sums(policy - reference)
         kl = (total / number).clamp(min=0)
         is_answer, is_good = ~batch.document_labels.isnan(), batch.document_labels > 0
-        margins = torch.where(is_good, 1.0, -1.0) * self.beta * (ratios - kl)
+        sign = torch.where(is_good, 1.0, -1.0)
+        margins = sign * self.beta * (ratios - kl)
         weight = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
         lengths = batch.document_sums((batch.labels != IGNORE_INDEX).float())
         log_probs = batch.document_sums(policy.detach()) / lengths.clamp(min=1)

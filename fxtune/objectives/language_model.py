@@ -260,7 +260,8 @@ class LanguageModel:
         return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys, images, batch.rope_positions)
 
     def _chunk_size(self) -> int:
-        return default_chunk_rows(self.model.config.get_text_config().vocab_size, torch.float32)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return default_chunk_rows(vocabulary, torch.float32)
 
     def _head_logits_and_losses(self, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits [rows, vocabulary] and the losses [rows] of `labels`, from the decoder and the head."""

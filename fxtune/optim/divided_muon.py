@@ -58,7 +58,8 @@ class DividedMuon(torch.optim.Muon):
         for first in range(0, len(self.matrices), ranks):
             turn = self.matrices[first : first + ranks]
             updates = [self._update(matrix.own, options) for matrix in turn]
-            updates += [updates[0].new_empty(0)] * (ranks - len(turn))
+            nothing = updates[0].new_empty(0)
+            updates += [nothing] * (ranks - len(turn))
             mine = turn[me].shape if me < len(turn) else torch.Size((0, 0))
             sizes = [len(range(mine[0])[rows]) * mine[1] for rows in _rows(mine[0], ranks)]
             pieces = exchange([update.flatten() for update in updates], sizes)

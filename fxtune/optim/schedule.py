@@ -127,7 +127,8 @@ class Schedule:
         """The schedule of a run that has taken `step` steps and goes on from the weights of `origin` steps of the plan
         until `planned`. Its warm-up is not repeated."""
         dropped = step - origin
-        decay = min(Schedule.of(self.config, self.peak, planned).decay, planned - origin)
+        longer = Schedule.of(self.config, self.peak, planned)
+        decay = min(longer.decay, planned - origin)
         end = planned + dropped
         return replace(self, planned=planned, steps=end, last=end, decay=decay, dropped=dropped)
 

@@ -176,9 +176,11 @@ class RefreshData:
     def _sample(self, tables: Sequence[TokenTable], digests: np.ndarray) -> MeasuredDocuments:
         """At most MEASURED documents of `tables` that are in `digests`, in the order in which documents are held
         out."""
-        distinct, first = np.unique(np.concatenate([table.digests for table in tables]), return_index=True)
+        of_tables = np.concatenate([table.digests for table in tables])
+        distinct, first = np.unique(of_tables, return_index=True)
         held_out_by = np.concatenate([table.held_out_by for table in tables])[first]
-        ordered = distinct[np.argsort(hold_out_number(held_out_by), kind="stable")]
+        order = np.argsort(hold_out_number(held_out_by), kind="stable")
+        ordered = distinct[order]
         return MeasuredDocuments(tables, ordered[np.isin(ordered, digests)][:MEASURED])
 
     def require_enough(self, parent: Path) -> None:

@@ -145,7 +145,8 @@ def render(runs: Sequence[RunFiles]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "cell": cell, "share": lambda value: f"{value:.1%}"}
-    return environment.from_string(assets.joinpath("report.html").read_text(encoding="utf-8")).render(
+    template = environment.from_string(assets.joinpath("report.html").read_text(encoding="utf-8"))
+    return template.render(
         page=collect(runs),
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
         script=script,

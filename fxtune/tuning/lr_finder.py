@@ -111,7 +111,8 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
         phase("Testing learning rates", steps, "steps") as work,
     ):
         for step, rate in zip(work.over(loader.steps()), planned, strict=False):
-            losses.append(train_step(plan, step, rate)["loss"].item())
+            metrics = train_step(plan, step, rate)
+            losses.append(metrics["loss"].item())
             if diverged := has_diverged(losses):
                 break
     rates, epochs = planned[: len(losses)], plan.epoch(len(losses))

@@ -138,7 +138,8 @@ def make_segments(
     if on_long is OnLong.drop:
         pieces[long] = 0
     group = np.repeat(chosen, pieces)
-    start = offsets[group] + places_within(pieces) * sequence_length
+    nth = places_within(pieces)
+    start = offsets[group] + nth * sequence_length
     size = offsets[group + 1] - start - saved[group]
     if table.is_grouped:
         targets, is_kept = _group_targets(table, group)
@@ -253,7 +254,8 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
-    start = segments.start[of] + places_within(pieces) * (length - 1)
+    nth = places_within(pieces)
+    start = segments.start[of] + nth * (length - 1)
     size = np.minimum(segments.start[of] + segments.length[of] - start, length)
     targets = _count_targets(table.supervised, start, size)
     ends = start + size

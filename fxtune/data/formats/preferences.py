@@ -182,7 +182,8 @@ def _chat(row: Mapping[str, Any], column: str) -> Conversation:
     if not isinstance(answer, str):
         add_turns(chat, answer, column)
         return chat
-    before, *parts = TURN.split(_prompt_text(row) + require_text(answer, column))
+    text = _prompt_text(row) + require_text(answer, column)
+    before, *parts = TURN.split(text)
     if before or not parts:
         raise RowError(
             f"{column} is a text without turns: expected a list of messages, or a text that begins with a "

@@ -109,5 +109,6 @@ def _as_rgb(image: Image) -> Image:
         raise RowError("its pixels are floating-point numbers, whose range is not known; store 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")

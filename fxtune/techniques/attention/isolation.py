@@ -91,7 +91,8 @@ def image_movement(model: nn.Module) -> tuple[float, float]:
     inputs = model_inputs(model, row, positions, starts, images=images, rope_positions=on_axes)
     before = outputs(model, **inputs).float()
     after = outputs(model, **{**inputs, "pixel_values": inputs["pixel_values"].neg()}).float()
-    first, second, third = (after - before).abs().amax(-1)[0].split(lengths.tolist())
+    shift = (after - before).abs().amax(-1)[0]
+    first, second, third = shift.split(lengths.tolist())
     return second[-1].item(), max(first.max().item(), third.max().item())
 
 

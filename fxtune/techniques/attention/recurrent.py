@@ -193,7 +193,8 @@ def _by_document(documents: Documents, own: Any, *args: Any, **kwargs: Any) -> A
     rows = states.flatten(0, 1)[documents.gather]
     kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs  # it has the packed rows
     if kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+        within = torch.arange(rows.shape[1], device=rows.device)
+        kwargs["position_ids"] = within.expand(len(rows), -1)
     if args:
         args = (rows, *args[1:])
     else:

@@ -173,7 +173,8 @@ class CompileMonitor:
             self.breaks[GraphBreak(where, reason.reason.strip().splitlines()[0])] += 1
         for code, failures in upstream.guard_failures().items():
             # torch records a failed guard for each graph that exists. Together they show what this call changed.
-            if new := dict.fromkeys(map(_failed_guard, failures[self.counted_failures.get(code, 0) :])):
+            uncounted = failures[self.counted_failures.get(code, 0) :]
+            if new := dict.fromkeys(map(_failed_guard, uncounted)):
                 where = f"{_short(code.co_filename)}:{code.co_firstlineno}"
                 self.recompiles[f"{code.co_name} ({where}): {'; '.join(list(new)[:4])}"] += 1
         self._skip_failures()
@@ -267,7 +268,8 @@ def _failed_guard(reason: str) -> str:
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The shape of a call's first tensor as "rows x tokens". It holds a decoder's token ids or a layer's hidden states
     (in Gemma 3n several hidden states for each token)."""
-    first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    first = next(tensors)
     return "x".join(map(str, first.shape[:-1] if first.dim() > 2 else first.shape))
 
 

@@ -113,7 +113,8 @@ def _run(
         else:
             pair = no_adapter(matrices[0]), no_adapter(matrices[1])
         given = hidden.to(dtype), weights, *rows, matrices, pair
-        return gated_experts(*given, act, gemm, biases, keep=keep, trained=trained).to(hidden.dtype)
+        result = gated_experts(*given, act, gemm, biases, keep=keep, trained=trained)
+        return result.to(hidden.dtype)
     states = routing.gather(hidden.to(dtype))
     states = _product(experts, first, adapters, states, routing)
     states = experts._apply_gate(states) if experts.has_gate else experts.act_fn(states)

@@ -347,7 +347,8 @@ def count_tokens(config: Config) -> Lengths | str:
         prepared = run_data(counted, tokenizer, images_here, complete=not sampled, progress=False)
     if config.objective.needs.rollouts:
         with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
-            prepared = replace(prepared, training=made_up_plan(config, prepared.training, Path(folder)))
+            made_up = made_up_plan(config, prepared.training, Path(folder))
+            prepared = replace(prepared, training=made_up)
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
     images, fullest = _epoch_images(_encoder_shape(config), plan)

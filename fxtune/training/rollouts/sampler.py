@@ -93,7 +93,8 @@ class ModelSampler:
     def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
         requests = episodes.begin()
         while requests:
-            requests = self.world.from_main(partial(episodes.go_on, self._turns(requests)), "calling tools")
+            turns = self._turns(requests)
+            requests = self.world.from_main(partial(episodes.go_on, turns), "calling tools")
         return lambda: episodes.answers
 
     def _turns(self, requests: Sequence[Request]) -> list[Sampled]:

@@ -115,7 +115,8 @@ class VllmSampler:
         name, began = _name_of(weights_version), time.perf_counter()
         if self.config.sampler.sleep and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM takes its memory back
-        return partial(self._sample, episodes, name, self._write_weights(name), time.perf_counter() - began)
+        folder = self._write_weights(name)
+        return partial(self._sample, episodes, name, folder, time.perf_counter() - began)
 
     def has(self, weights_version: str) -> bool:
         return (self.written / _name_of(weights_version) / self.config_name).exists()
@@ -197,7 +198,8 @@ class VllmSampler:
         """Write the trained weights for vLLM, unless they are there: an adapter, or a whole model. All ranks call this
         together. Raises StorageError."""
         folder = self.written / name
-        if not self.world.from_main((folder / self.config_name).exists, "looking for weights"):
+        is_there = self.world.from_main((folder / self.config_name).exists, "looking for weights")
+        if not is_there:
             staging = folder.with_name(f".{name}")
             with writing(f"{folder} cannot be written", "or set run.dir to another disk"):
                 on_main(self.world, lambda: _make_empty(staging))
@@ -323,7 +325,8 @@ class VllmSampler:
         words += _flags(self.config)
         words += ["--max-model-len", str(self.config.data.sequence_length)]
         words += ["--dtype", str(base_dtype(self.model.module)).removeprefix("torch."), *sampler.arguments]
-        self.process, url = start_server("vLLM", words, self.folder / "vllm.log", _environment(self.config))
+        log = self.folder / "vllm.log"
+        self.process, url = start_server("vLLM", words, log, _environment(self.config))
         atexit.register(self._end_process)  # for a run that fails before it begins
         return url
 

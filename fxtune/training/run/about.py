@@ -78,7 +78,8 @@ def contents_of_rows(tables: Sequence[TokenTable], data: DataConfig) -> dict[str
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
-    return {**plan.summary(), "lengths": [_lengths(table) for table in plan.tables]}
+    figures = plan.summary()
+    return {**figures, "lengths": [_lengths(table) for table in plan.tables]}
 
 
 def _lengths(table: TokenTable) -> dict[str, Any]:

@@ -297,7 +297,10 @@ def load_all() -> None:
             load_file(Path(path))
     if not _installed:
         for point in metadata.entry_points(group=GROUP):
-            _load_installed(point)
+            spec = importlib.util.find_spec(point.module.partition(".")[0])
+            file = Path(spec.origin) if spec and spec.origin else Path(point.module)
+            version = f"{point.dist.name} {point.dist.version}" if point.dist else point.module
+            _load(Plugin(point.name, file, version), point.load)
         _installed.append(True)
 
 
@@ -320,13 +323,6 @@ def load_file(path: Path) -> Plugin:
 
     _load(plugin, run)
     return plugin
-
-
-def _load_installed(point: Any) -> None:
-    spec = importlib.util.find_spec(point.module.partition(".")[0])
-    file = Path(spec.origin) if spec and spec.origin else Path(point.module)
-    version = f"{point.dist.name} {point.dist.version}" if point.dist else point.module
-    _load(Plugin(point.name, file, version), point.load)
 
 
 def _load(plugin: Plugin, run: Callable[[], object]) -> None:

@@ -23,18 +23,7 @@ import torch
 
 from fxtune.checkpoint.parts import Chunks, StoredTensor, StoredTensors, chunks_of, torch_record
 from fxtune.distributed.chunks import Chunk
-from fxtune.system.files.atomic_files import (
-    DTYPES,
-    Damage,
-    FileDigest,
-    find_damage,
-    json_or_empty,
-    read_json,
-    replace_folder,
-    sync,
-    write_tensors,
-    write_text,
-)
+from fxtune.system.files import atomic_files
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
 FORMAT, PARTS_FORMAT = 2, 3
@@ -58,7 +47,7 @@ def step_of(path: Path) -> int:
 
 def was_best(path: Path) -> bool:
     """Whether the checkpoint at `path` was the best of its run when it was saved."""
-    return bool(json_or_empty(path / STATE).get("best_step") == step_of(path))
+    return bool(atomic_files.json_or_empty(path / STATE).get("best_step") == step_of(path))
 
 
 @dataclass(frozen=True)
@@ -90,10 +79,10 @@ def write(
     for kind, tensors in ((WEIGHTS, weights), (MOMENTS, moments)):
         name = part.file_name(kind)
         if part.count == 1:
-            entries[name] = asdict(write_tensors(staging / name, tensors))
+            entries[name] = asdict(atomic_files.write_tensors(staging / name, tensors))
             continue
         chunks = {tensor: part.chunks[tensor] for tensor in sorted(tensors)}
-        digest = write_tensors(staging / name, tensors, torch_record(chunks))
+        digest = atomic_files.write_tensors(staging / name, tensors, torch_record(chunks))
         entries[name] = {**asdict(digest), "tensors": chunks_of(chunks)}
     return entries
 
@@ -107,11 +96,11 @@ def complete(staging: Path, recipe: str, state: str, entries: Iterable[Mapping[s
     final = staging.with_name(staging.name.removeprefix(".staging-"))
     parts = [entry for entry in entries if entry]
     files = {name: entry for part in parts for name, entry in part.items()}
-    files[STATE] = asdict(write_text(staging / STATE, state))
+    files[STATE] = asdict(atomic_files.write_text(staging / STATE, state))
     manifest = {"format": FORMAT if len(parts) == 1 else PARTS_FORMAT, "recipe": recipe, "files": files}
-    write_text(staging / MANIFEST, json.dumps(manifest, indent=1 if len(parts) == 1 else None))
-    sync(staging)
-    replace_folder(staging, final, staging.with_name(f"{_REPLACED}{final.name}"))
+    atomic_files.write_text(staging / MANIFEST, json.dumps(manifest, indent=1 if len(parts) == 1 else None))
+    atomic_files.sync(staging)
+    atomic_files.replace_folder(staging, final, staging.with_name(f"{_REPLACED}{final.name}"))
     return final
 
 
@@ -146,39 +135,41 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
+def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> atomic_files.Damage | None:
     """How the files of the checkpoint at `path` differ from its manifest; None for an intact checkpoint.
 
     `share`: (n, m) reads each m-th file, beginning at file n. Other ranks read the other files.
     """
     if path.is_symlink():
-        return Damage("it is a link")
+        return atomic_files.Damage("it is a link")
     try:
-        manifest = read_json(path / MANIFEST)
+        manifest = atomic_files.read_json(path / MANIFEST)
     except ValueError as error:
-        return Damage(str(error), lost=isinstance(error.__cause__, (FileNotFoundError, ValueError)))
+        return atomic_files.Damage(str(error), lost=isinstance(error.__cause__, (FileNotFoundError, ValueError)))
     try:
         if manifest.get("format") not in (FORMAT, PARTS_FORMAT):
-            return Damage(f"{MANIFEST} is not of this version of fxtune")
-        files = {name: FileDigest(file["sha256"], file["bytes"]) for name, file in manifest["files"].items()}
+            return atomic_files.Damage(f"{MANIFEST} is not of this version of fxtune")
+        files = {
+            name: atomic_files.FileDigest(file["sha256"], file["bytes"]) for name, file in manifest["files"].items()
+        }
         tensor_files = {name for kind in (WEIGHTS, MOMENTS) for name in _tensor_files(manifest, kind)}
         if set(files) != tensor_files | {STATE} or not isinstance(manifest["recipe"], str):
-            return Damage(f"{MANIFEST} does not describe a checkpoint")
+            return atomic_files.Damage(f"{MANIFEST} does not describe a checkpoint")
         # File systems and desktops leave names with a leading dot (.nfs0001, .DS_Store).
         strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*files, MANIFEST}
     except (KeyError, TypeError, AttributeError):
-        return Damage(f"{MANIFEST} does not describe a checkpoint")
+        return atomic_files.Damage(f"{MANIFEST} does not describe a checkpoint")
     except OSError as error:
-        return Damage(f"it cannot be read: {error.strerror or error}")
+        return atomic_files.Damage(f"it cannot be read: {error.strerror or error}")
     if strange:
-        return Damage(f"{min(strange)} was not saved with it")
+        return atomic_files.Damage(f"{min(strange)} was not saved with it")
     mine = list(files.items())[share[0] :: share[1]]
-    return next(filter(None, (find_damage(path / name, file) for name, file in mine)), None)
+    return next(filter(None, (atomic_files.find_damage(path / name, file) for name, file in mine)), None)
 
 
 def open_tensors(path: Path, kind: str) -> StoredTensors:
     """The tensors of a checkpoint that damage_of() found intact. `kind`: WEIGHTS or MOMENTS. Raises ValueError."""
-    files = _tensor_files(read_json(path / MANIFEST), kind)
+    files = _tensor_files(atomic_files.read_json(path / MANIFEST), kind)
     return StoredTensors({path / name: chunks for name, chunks in files.items()})
 
 
@@ -234,7 +225,7 @@ def refusals(
         yield f"{name} is only in {WEIGHTS if name in weights else 'the model'}"
     for name in sorted(weights.keys() & model.keys()):
         stored, weight = weights[name], model[name]
-        kind = DTYPES.get(weight.dtype, str(weight.dtype))
+        kind = atomic_files.DTYPES.get(weight.dtype, str(weight.dtype))
         if stored.shape != weight.shape:
             yield f"{name} is {list(stored.shape)} in {WEIGHTS}, and {list(weight.shape)} in the model"
         elif stored.dtype != kind:

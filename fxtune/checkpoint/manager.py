@@ -174,7 +174,10 @@ class Checkpoints:
         )
         save.unchanged, save.waits = unchanged, copies is None
         if copies is not None:
-            save.start_or_run()
+            try:
+                save.start()
+            except RuntimeError:  # the system allows no more threads
+                save.run()
             save.stall = time.perf_counter() - since
             return
         self._note_memory("This host's", save.size)

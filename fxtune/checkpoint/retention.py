@@ -46,8 +46,7 @@ class Retention:
     def make_room(self, folder: Path, paths: Sequence[Path], need: int) -> None:
         """Remove old checkpoints until `need` bytes fit on the disk. `paths`: all checkpoints, lowest step first. The
         newest complete checkpoint and the checkpoints of kept() stay. If the others are too small, it removes none and
-        raises OSError.
-        """
+        raises OSError."""
         need += SPARE
         missing = need - shutil.disk_usage(folder).free
         if missing <= 0:

@@ -128,14 +128,9 @@ class RunFolder:
         if self.lock is not None:
             write_json(self.path / name, value)
 
-    def first_config(self) -> dict[str, Any]:
-        """The config before the run was extended; `config` if it was not extended. Raises StorageError."""
-        return read_config(self.path, "config-1.yaml") or self.config
-
     def extend(self, config: dict[str, Any]) -> None:
         """Let rank 0 replace the run's config by `config` for the rest of the run. The earlier config and figures are
-        kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError.
-        """
+        kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError."""
         self.extends = False
         if self.lock is None:
             return
@@ -243,7 +238,9 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
         )
     completed_before = completed(before)
     if changed := differences(completed_before, config):
-        found.extends = not differences(_with_length_of(completed_before, config), config)
+        length = {key: (config.get("train") or {}).get(key) for key in LENGTH}
+        longer = {**completed_before, "train": {**(completed_before.get("train") or {}), **length}}
+        found.extends = not differences(longer, config)
     if changed and not found.extends:
         raise ConfigError(
             f"{root} holds a run of another config, so it cannot go on with this one:\n"
@@ -322,12 +319,6 @@ def _write_config(path: Path, config: dict[str, Any]) -> None:
     replace_text(path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the values of `other` for the keys of LENGTH."""
-    length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
-    return {**config, "train": {**(config.get("train") or {}), **length}}
-
-
 def read_objective(path: Path) -> dict[str, Any]:
     """The options of the objective that the rows of the run in `path` have decided, such as the names of classes."""
     found = json_or_empty(path / ABOUT).get(OBJECTIVE)
@@ -361,7 +352,12 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
             raise ValueError("it is no regular file")
         text = file.read_text(encoding="utf-8")
         try:
-            _require_simple_yaml(text)
+            depth = 0
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if isinstance(event, yaml.AliasEvent) or depth > 24:  # these can make a few lines endless
+                    line = event.start_mark.line + 1
+                    raise ValueError(f"line {line} is not as fxtune writes it (an alias, or more than 24 levels)")
             config = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from error
@@ -407,18 +403,6 @@ def require_own_files(path: Path) -> None:
         if (kind := kind_of(entry)) not in {None, *kinds}:
             raise StorageError(
                 f"{entry} is {kind}, and a run has something else there. Remove it, or set run.dir to another folder."
-            )
-
-
-def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML with deep nesting or aliases. They can make a few lines endless. fxtune writes
-    neither."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > 24:
-            raise ValueError(
-                f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)"
             )
 
 

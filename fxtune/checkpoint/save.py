@@ -67,13 +67,6 @@ class Save(threading.Thread):
         self.notes: list[str] = []
         self.stall = self.seconds = 0.0
 
-    def start_or_run(self) -> None:
-        """Save in the background, or in this thread if the system allows no more threads."""
-        try:
-            self.start()
-        except RuntimeError:
-            self.run()
-
     def run(self) -> None:
         began = time.perf_counter()
         try:

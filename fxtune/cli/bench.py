@@ -55,7 +55,13 @@ def run(
     figures = with_price(dataclasses.asdict(measure(config, steps, warm_up, profile=profile)), price)
     say(*config.techniques.ignored_options(), *figures["decided"], figures_table(figures))
     if profile:
-        say(kernels_table(figures["kernels"]))
+        kernels = figures["kernels"]
+        total = sum(seconds for _, seconds, _ in kernels)
+        top = [(short_name(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
+        if rest := kernels[TOP_KERNELS:]:
+            top.append((f"{len(rest)} others", sum(seconds for _, seconds, _ in rest), ""))
+        rows = [(name, f"{seconds * 1e3:,.2f}", f"{seconds / total:.1%}", calls) for name, seconds, calls in top]
+        say(table(f"A step by kernel: {total * 1e3:,.1f} ms in total", ["", "ms", "share", "calls"], rows))
         if figures["ranks"] > 1 and (exchange := figures["exchange_seconds"]) is not None:
             share = exchange / figures["step_seconds"]
             say(f"Exchange with other GPUs that no other kernel hides: {exchange * 1e3:,.2f} ms a step, {share:.1%}.")
@@ -111,15 +117,6 @@ def figures_table(figures: Figures) -> Any:
     return table(f"{title}, micro-batches of up to {figures['rows']} tokens", ["", ""], rows)
 
 
-def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
-    total = sum(seconds for _, seconds, _ in kernels)
-    top = [(short_name(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
-    if rest := kernels[TOP_KERNELS:]:
-        top.append((f"{len(rest)} others", sum(seconds for _, seconds, _ in rest), ""))
-    rows = [(name, f"{seconds * 1e3:,.2f}", f"{seconds / total:.1%}", calls) for name, seconds, calls in top]
-    return table(f"A step by kernel: {total * 1e3:,.1f} ms in total", ["", "ms", "share", "calls"], rows)
-
-
 def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float]) -> None:
     say("as it is ...")
     base = with_price(measure_in_process(overrides, steps, warm_up), hour)
@@ -136,7 +133,10 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
             speed = "{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB"
             say(f"  {figures.get('error') or speed.format(**figures)}")
         ANSWER.put({**base, "without": without})  # after each measurement, so that a killed command keeps its results
-    say(ablation_table(base, without))
+    rows = [_ablation_row("as it is", base, base)]
+    rows += [_ablation_row(f"without {name}", figures, base) for name, figures in without.items()]
+    columns = ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"]
+    say(table("One technique off at a time", columns, rows))
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
@@ -153,13 +153,6 @@ def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
         for kernel in kernels:
             others = ",".join(other for other in kernels if other != kernel)
             yield f"{name}.{kernel}", [f"techniques.{name}.kernels=[{others}]"]
-
-
-def ablation_table(base: Figures, without: Mapping[str, Figures]) -> Any:
-    rows = [_ablation_row("as it is", base, base)]
-    rows += [_ablation_row(f"without {name}", figures, base) for name, figures in without.items()]
-    columns = ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"]
-    return table("One technique off at a time", columns, rows)
 
 
 def _ablation_row(name: str, figures: Figures, base: Figures) -> list[str]:

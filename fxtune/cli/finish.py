@@ -36,8 +36,7 @@ DONE = "done"
 
 def run(run: str, *, trust_remote_code: bool = False) -> None:
     """End the run `run`. Raises ConfigError if the run does not exist or has no checkpoint to continue from,
-    StorageError if its folder cannot be written, and for a stopped run the errors of training.
-    """
+    StorageError if its folder cannot be written, and for a stopped run the errors of training."""
     folder = run_folder(run)
     config = compose.of_run(folder, trust_remote_code)
     config.run.dir, config.run.resume = str(folder), Resume.must

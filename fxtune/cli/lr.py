@@ -38,8 +38,7 @@ def run(
     plot: Optional[Path] = None,
 ) -> None:
     """Test learning rates and print the curve. Raises ConfigError if the recipe cannot be tested or the plot cannot be
-    drawn, StorageError for a file that cannot be written, and the errors of training.
-    """
+    drawn, StorageError for a file that cannot be written, and the errors of training."""
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot}: the plot is an SVG file. Give a name that ends in .svg.")
     if plot is not None:

@@ -181,7 +181,10 @@ def _run_parsed(
     if command is COMMANDS["train"] and (late := [text for text in named if text in COMMANDS]):
         raise ConfigError(f"`{late[0]}`: a command is the first word: fxtune {late[0]} ..., then its options.")
     if not argv or (options.help and (argv[0] not in (command.name, "help") or argv == ["help"])):
-        print(_help())
+        commands = "\n".join(f"  {name:<9} {each.summary}" for name, each in COMMANDS.items())
+        places = {kind: discovery.place(discovery.shipped(kind)) for kind in ("recipes", "docs")}
+        text = HELP.format(version=__version__, commands=commands, **places)
+        print("\n\n".join(filter(None, [text, plugins.summary()])))
     elif options.help:
         print(_explained(parser, command), end="")
     elif command.positional_only:
@@ -225,13 +228,6 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
     if argv[0] == "serve":
         raise ConfigError("fxtune is no server. `fxtune export RUN --to vllm` (or ollama) gives the command of one.")
     raise ConfigError(f"unknown command `{argv[0]}`{did_you_mean(argv[0], COMMANDS)} `fxtune --help` explains them.")
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
-    places = {kind: discovery.place(discovery.shipped(kind)) for kind in ("recipes", "docs")}
-    text = HELP.format(version=__version__, commands=commands, **places)
-    return "\n\n".join(filter(None, [text, plugins.summary()]))
 
 
 def _explained(parser: argparse.ArgumentParser, command: Command) -> str:

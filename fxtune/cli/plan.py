@@ -74,7 +74,19 @@ def run(
     _say_lengths(counted, forecast.assumed)
     say(*forecast.few_steps)
     if not forecast.fits:
-        _say_changes(config, forecast, gpus, host_gib, lengths)
+        say("What would help it to fit:")
+        for change, enough in changes_to_fit(config, forecast):
+            saved = f"{change.saved_bytes / GIB:,.1f} GiB less"
+            say(f"  {change.setting}: {saved}{', enough' if enough else ', not enough alone'}")
+        fitting = [
+            name
+            for name in reversed(CARD_MODELS)
+            if isinstance(found := _try(config, name, gpus, host_gib, lengths), RunForecast) and found.fits
+        ]
+        if fitting:
+            say(f"  a larger card: --gpu {fitting[0]}")
+        if count := fitting_count(config, forecast, gpus, lengths):
+            say(f"  {count} x {forecast.facts.device_name}: --gpus {count}")
     ANSWER.put(figures)
 
 
@@ -233,20 +245,3 @@ def _say_lengths(counted: Lengths | str, assumed: str) -> None:
         say(f"Tokens are extrapolated from {counted.sampled}.")
     if assumed:
         say(f"Images are counted {assumed}.")
-
-
-def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:
-    """Print what would help the run to fit: changes of the recipe, a larger card, or more cards."""
-    say("What would help it to fit:")
-    for change, enough in changes_to_fit(config, forecast):
-        saved = f"{change.saved_bytes / GIB:,.1f} GiB less"
-        say(f"  {change.setting}: {saved}{', enough' if enough else ', not enough alone'}")
-    fitting = [
-        name
-        for name in reversed(CARD_MODELS)
-        if isinstance(found := _try(config, name, gpus, host_gib, lengths), RunForecast) and found.fits
-    ]
-    if fitting:
-        say(f"  a larger card: --gpu {fitting[0]}")
-    if count := fitting_count(config, forecast, gpus, lengths):
-        say(f"  {count} x {forecast.facts.device_name}: --gpus {count}")

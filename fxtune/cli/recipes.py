@@ -17,36 +17,26 @@ _USAGE = (
 
 def run(*arguments: str) -> None:
     if not arguments:
-        known = discovery.recipes().items()
-        ANSWER.put({name: {"title": recipe.title, "path": str(recipe.path)} for name, recipe in known})
-        say(listing())
+        known = discovery.recipes()
+        ANSWER.put({name: {"title": recipe.title, "path": str(recipe.path)} for name, recipe in known.items()})
+        width, shipped = max((len(name) for name in known), default=0), discovery.place(discovery.shipped("recipes"))
+        blocks = []
+        for is_shipped, title in ((False, f"in {discovery.LOCAL}/"), (True, f"shipped with fxtune, in {shipped}/")):
+            found = [recipe for recipe in known.values() if recipe.shipped is is_shipped]
+            if found:
+                blocks.append("\n".join([title, *(f"  {recipe.name:{width}}  {recipe.title}" for recipe in found)]))
+        blocks += filter(None, [plugins.summary()])
+        blocks.append("Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml")
+        say("\n\n".join(blocks))
     elif arguments[0] == "copy" and len(arguments) == 3:
         target = copy(arguments[1], Path(arguments[2]))
-        found = discovery.recipes().get(target.stem)
+        made = discovery.recipes().get(target.stem)
         typed = str(target) if "/" in str(target) else f"./{target}"
-        name = target.stem if found and found.path.resolve() == target.resolve() else typed
+        name = target.stem if made and made.path.resolve() == target.resolve() else typed
         ANSWER.put({"path": str(target), "next": [f"fxtune +recipe={name}"]})
         print(f"{arguments[1]} -> {target}\nEdit it, then: fxtune +recipe={name}")
     else:
         raise ConfigError(f"`fxtune recipes {' '.join(arguments)}` is not a command. Use one of:\n{_USAGE}")
-
-
-def listing() -> str:
-    found = discovery.recipes()
-    width = max((len(name) for name in found), default=0)
-    blocks = []
-    shipped_folder = discovery.place(discovery.shipped("recipes"))
-    for shipped, title in ((False, f"in {discovery.LOCAL}/"), (True, f"shipped with fxtune, in {shipped_folder}/")):
-        lines = [f"  {recipe.name:{width}}  {recipe.title}" for recipe in found.values() if recipe.shipped is shipped]
-        if lines:
-            blocks.append("\n".join([title, *lines]))
-    return "\n\n".join(
-        [
-            *blocks,
-            *filter(None, [plugins.summary()]),
-            "Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml",
-        ]
-    )
 
 
 def copy(name: str, target: Path) -> Path:

@@ -99,7 +99,18 @@ def run(
             sweep.run(look)
         best = sweep.winner()
         say(table(sweep))
-        _write_curves(sweep)
+        curves = [
+            Series(
+                f"trial {trial.number}: {trial.title}",
+                [(step / max(trial.steps, 1), loss) for step, loss in points],
+                thick=trial is best,
+            )
+            for trial in sweep.trials
+            if (points := trial.curve())
+        ]
+        title = f"{config.run.name}: held-out loss of each configuration"
+        text = plot(title, curves, "share of the run", config.objective.unit, percent=True)
+        replace_text(folder / CURVES, text)
         found = results(sweep)
         write_json(folder / FILE, found)
         ANSWER.put(found)
@@ -112,7 +123,9 @@ def run(
             )
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")
-        recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))
+        # The config of the winner's run, without what the sweep or its command set for the output of the run.
+        won = load([word for word in sweep.choices(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
+        recipe_writer.write(path, header(sweep, best, path), list(overrides), won)
     moved_by = "" if best.kl is None else f", KL from the base on general text {best.kl:.3f}"
     say(f"The best is trial {best.number}: {best.title}, held-out loss {best.loss:.4f}{moved_by}: {best.folder}")
     if line := sentence(sweep.used().figures(0, config.tracking.cost)):
@@ -197,22 +210,6 @@ def results(sweep: Sweep) -> dict[str, Any]:
         "winner": None if best is None else best.number,
         "runs": rows,
     }
-
-
-def _write_curves(sweep: Sweep) -> None:
-    best, curves = sweep.winner(), []
-    for trial in sweep.trials:
-        if points := trial.curve():
-            share = [(step / max(trial.steps, 1), loss) for step, loss in points]
-            curves.append(Series(f"trial {trial.number}: {trial.title}", share, thick=trial is best))
-    title = f"{sweep.config.run.name}: held-out loss of each configuration"
-    text = plot(title, curves, "share of the run", sweep.config.objective.unit, percent=True)
-    replace_text(sweep.folder / CURVES, text)
-
-
-def winning_config(sweep: Sweep, best: Trial) -> Config:
-    """The config of the winner's run, without what the sweep or its command set for the output of the run."""
-    return load([word for word in sweep.choices(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
 
 
 def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:

@@ -15,7 +15,7 @@ import multiprocessing
 import shlex
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import date
@@ -59,7 +59,13 @@ def run(
     Raises ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be
     written.
     """
-    names, typed = parse_axes(axes), list(overrides)
+    names = list(AXES) if axes is None else list(filter(None, map(str.strip, axes.split(","))))
+    for name in names:
+        if name not in AXES:
+            raise ConfigError(f"--axes {axes}: there is no axis `{name}`{did_you_mean(name, AXES)}")
+    if not names:
+        raise ConfigError(f"--axes names no axis. The axes: {', '.join(AXES)}.")
+    names, typed = list(dict.fromkeys(names)), list(overrides)
     if any(choice.sweeps for choice in recipe_writer.choices(typed)):
         raise ConfigError(
             "tune tries values itself, so a key takes one value: leave -m out, and choose axes with --axes"
@@ -74,7 +80,11 @@ def run(
     cache = TrialCache(cache_home() / "trials.json", again)
     search = Search(config, typed, context, names, minutes * 60, steps, cache, tell)
     if dry_run:
-        say(planned_table(search.planned()))
+        rows = [
+            [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
+            for axis, candidate in search.planned()
+        ]
+        say(table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows))
         say(f"Nothing was run. The table has the values of the first round. The recipe would be {path}.")
         return
     try:
@@ -100,16 +110,6 @@ def run(
     recipe_writer.write(path, header(search, winner, path), typed, apply_deltas(config, winner.deltas))
     say(f"The recipe is {path}: {_command(path)}")
     ANSWER.put(results(search, winner, why))
-
-
-def parse_axes(text: Optional[str]) -> list[str]:
-    names = list(AXES) if text is None else [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in AXES:
-            raise ConfigError(f"--axes {text}: there is no axis `{name}`{did_you_mean(name, AXES)}")
-    if not names:
-        raise ConfigError(f"--axes names no axis. The axes: {', '.join(AXES)}.")
-    return list(dict.fromkeys(names))
 
 
 def survey(overrides: list[str], config: Config, with_data: bool) -> SearchContext:
@@ -139,14 +139,6 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
     plan = builder.read()[1].training
     mean = max(int(plan.stream.segments.length.mean()), 1)
     return replace(context, facts=builder.facts, data=plan.fingerprint, document=1 << (mean - 1).bit_length())
-
-
-def planned_table(planned: Iterator[tuple[str, Candidate]]) -> Any:
-    rows = [
-        [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
-        for axis, candidate in planned
-    ]
-    return table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows)
 
 
 def results_table(search: Search) -> Any:

@@ -120,8 +120,7 @@ class SamplerConfig:
     request_seeds: bool = True
     """Send a seed with each request, so that vLLM may write the same answers again. On a CPU vLLM takes none."""
     reward_seconds: float = field(default=30.0, metadata={"above": 0})
-    """A reward that takes longer than this for the answers to one prompt is a bad reward
-    (objective.on_bad_reward)."""
+    """A reward that takes longer than this for the answers to one prompt is a bad reward (objective.on_bad_reward)."""
     reward_workers: int = field(default=2, metadata={"min": 1, "max": 256})
     """Processes that compute rewards."""
 
@@ -317,8 +316,9 @@ class Config:
         added = [registry.added()[name] for registry, names in used for name in names if name in registry.added()]
         return {plugin.name: plugin.identity for plugin in sorted(added, key=lambda plugin: plugin.name)}
 
-    def _plugin_refusals(self) -> Iterator[str]:
-        """Yield each name that no plugin has registered, and each wrong option of a plugin's technique."""
+    def refusals(self) -> Iterator[str]:
+        """Yield a message with what to change, for values that are in their own ranges but do not fit together."""
+        run, data, train = self.run, self.data, self.train
         plugins = self.techniques.plugins
         for name, options in plugins.use.items():
             key = f"techniques.plugins.use.{name}"
@@ -328,11 +328,6 @@ class Config:
             validator = Validator(plugins.schema(name), _place_in(key))
             validator.check(Slot(plugins.schema(name)), options or {}, ())
             yield from validator.problems
-
-    def refusals(self) -> Iterator[str]:
-        """Yield a message with what to change, for values that are in their own ranges but do not fit together."""
-        run, data, train = self.run, self.data, self.train
-        yield from self._plugin_refusals()
         if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
             yield (
                 f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, "

@@ -152,12 +152,6 @@ class ImageTokensConfig:
     max: Optional[int] = field(default=None, metadata={"min": 1})
     """A larger image is reduced to this many tokens."""
 
-    def require_unset(self) -> None:
-        if self.min is not None or self.max is not None:
-            raise ConfigError(
-                "data.image_tokens is for models that read images, and this model reads text. Leave it out."
-            )
-
 
 @dataclass
 class DataConfig:

@@ -14,7 +14,6 @@ import numpy as np
 
 from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader
-from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.sampler_report import beside_run
 from fxtune.objectives.policy import Policy, RewardConfig
 from fxtune.system.process.oom import RowsPerPass
@@ -25,7 +24,6 @@ from fxtune.training.rollouts.collector import make_collector
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.vllm import require_ready
-from fxtune.training.step import TrainStep
 from fxtune.training.trial import steps_only
 
 STEPS = 10
@@ -68,17 +66,13 @@ def observe_canary(config: Config) -> Evidence:
                 rise = float(grown.mean() / max(grown.std() / np.sqrt(len(grown)), 1e-9))
                 if rise >= ERRORS or is_idle or len(lengths) > STEPS:
                     break
-                _learn(builder, train_step, plan.of_step(0), rate)
+                train_step.model.model.train()
+                loading, step_plan = replace(own.loader, num_workers=0), plan.of_step(0)
+                with closing(Loader(builder.own(step_plan), loading, world.device)) as loader:
+                    for batches in loader.steps():
+                        train_step(step_plan, batches, rate)
                 world.from_main(lambda: rollouts.remove(0), "removing answers")
     first, last = (values.mean() for values in (lengths[0], lengths[-1]))
     seen = f"{collector.sampler.name}: {first:.1f} tokens on average, {last:.1f} after {len(lengths) - 1} steps"
     seen += "; answers to a prompt are equally long, so nothing is learned: raise sampler.max_tokens" * is_idle
     return Evidence("sampler", "answers grow longer if their length is the reward", seen, rise >= ERRORS)
-
-
-def _learn(builder: RunBuilder, train_step: TrainStep, plan: Plan, rate: float) -> None:
-    train_step.model.model.train()
-    loading = replace(builder.config.loader, num_workers=0)
-    with closing(Loader(builder.own(plan), loading, builder.world.device)) as loader:
-        for batches in loader.steps():
-            train_step(plan, batches, rate)

@@ -378,7 +378,11 @@ class _Comparison:
                     prepared.routers.coefficient = 0.0
                 try:
                     step = builder.train_step(language_model, self.objective, self.scale, recorded=False)
-                    counted, batches = self._own_batches(size)
+                    plan = builder.own(self.plan.with_micro_batch_size(size))
+                    # This rank's micro-batches as a loader gives them to a GPU.
+                    rounded = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
+                    batches = (batch.to(self.world.device) for batch in rounded)
+                    counted = plan.counted_micro_batches(0)
                     metrics = together(self.world, partial(step.backward, batches, self.normalizer, counted=counted))
                     result = _collect(model, step.sum_over_ranks(metrics)["loss"])
                 except (torch.OutOfMemoryError, MemoryShortError):
@@ -403,12 +407,6 @@ class _Comparison:
         finally:
             del built
             _free_memory()
-
-    def _own_batches(self, size: int) -> tuple[int, Iterator[Batch]]:
-        """(how many of this rank's micro-batches count, these micro-batches as a loader gives them to a GPU)."""
-        plan = self.builder.own(self.plan.with_micro_batch_size(size))
-        micro_batches = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
-        return plan.counted_micro_batches(0), (batch.to(self.world.device) for batch in micro_batches)
 
     def _compare(self, name: str, result: _Result, balanced: bool, bounded: bool = True) -> Compared:
         """Compare on rank 0, and return the result on every rank. `balanced`: `result` has the routers' loss."""

@@ -1,7 +1,6 @@
 """The page of `fxtune preview`: the first samples as the model will see them (after template, split and packing), the
 statistics of the data, and a forecast of a step's memory and time. The samples are read back from the first batches of
-the training run.
-"""
+the training run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The checks of `fxtune verify`. It observes each technique on the built model, the rows, and one step, and compares
-loss and gradients with plain transformers.
-"""
+loss and gradients with plain transformers."""
 
 from __future__ import annotations
 

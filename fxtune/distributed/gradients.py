@@ -88,8 +88,7 @@ class GradientSum:
         overlap: bool = True,
     ) -> None:
         """`parameters`: parameter -> name, in the model's order. `bucket_bytes`: about how large a bucket is; 0: one
-        bucket. `overlap`: sums may start in the backward pass, because it runs hooks on gradients that are final.
-        """
+        bucket. `overlap`: sums may start in the backward pass, because it runs hooks on gradients that are final."""
         self.world, self.names = world, list(parameters.values())
         self.parameters = list(parameters)
         dtype = torch.bfloat16 if config.compression is Compression.bfloat16 else torch.float32

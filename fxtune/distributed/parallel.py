@@ -1,5 +1,4 @@
-"""The config group `parallel`: how many ranks replicate, shard and cut rows, and how replicas add up their
-gradients.
+"""The config group `parallel`: how many ranks replicate, shard and cut rows, and how replicas add up their gradients.
 
 The ranks of a run form a grid of replicate x shard x context. Context varies fastest, so ranks that exchange the most
 are neighbours on one host:

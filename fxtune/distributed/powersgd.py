@@ -84,7 +84,12 @@ class PowerSGD:
     def load(self, ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Restore what state() returned on each rank, by rank. If the number of ranks has changed, each rank takes the
         mean of the errors, so that the same error is added to the next sum."""
-        mine = ranks[self.world.rank] if len(ranks) == self.world.size else _mean(ranks)
+        if len(ranks) == self.world.size:
+            mine = ranks[self.world.rank]
+        else:
+            errors = {name for name in ranks[0] if name.startswith("error/")}
+            means = {name: torch.stack([state[name] for state in ranks]).mean(0) for name in errors}
+            mine = {**ranks[0], **means}
         self.hook_state.iter = int(mine["steps"])
         for name, tensors in self._memories().items():
             tensors.clear()
@@ -121,12 +126,3 @@ class _TorchBucket:
 
 def _copies(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _mean(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The first rank's state with the mean of all errors."""
-    mine = dict(ranks[0])
-    for name in mine:
-        if name.startswith("error/"):
-            mine[name] = torch.stack([state[name] for state in ranks]).mean(0)
-    return mine

@@ -37,7 +37,15 @@ def process_rank() -> ProcessRank:
     removes these variables from the environment: a process that a rank starts is not a rank.
     """
     if "WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
-        _translate_slurm()
+        # Slurm's variables of a task that srun started become torch's. Unless MASTER_ADDR and MASTER_PORT are set, the
+        # ranks meet at the step's first host, at a port that follows from the ids of job and step.
+        rank, step_size, size, local_rank = (os.environ.pop(name, "") for name in _SLURM)
+        hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
+        os.environ.update(RANK=rank, WORLD_SIZE=step_size or size, LOCAL_RANK=local_rank)
+        os.environ.setdefault("MASTER_ADDR", first_host(hosts))
+        # Linux itself hands out ports from 32768 on.
+        os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 12000))
     rank, size, local_rank = (os.environ.pop(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not size or int(size) < 2:
         return ProcessRank(0, 1, 0)
@@ -69,23 +77,6 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
     if launcher and os.getppid() != int(launcher):  # the launcher died before the line above
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _translate_slurm() -> None:
-    """Set torch's variables from Slurm's variables of a task that srun started. Unless MASTER_ADDR and MASTER_PORT are
-    set, the ranks meet at the step's first host, at a port that follows from the ids of job and step."""
-    rank, step_size, size, local_rank = (os.environ.pop(name, "") for name in _SLURM)
-    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
-    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
-    os.environ.update(RANK=rank, WORLD_SIZE=step_size or size, LOCAL_RANK=local_rank)
-    os.environ.setdefault("MASTER_ADDR", first_host(hosts))
-    # Linux itself hands out ports from 32768 on.
-    os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 12000))
-
-
-def gives_own_cards() -> bool:
-    """Whether Slurm may show each rank only its own card (--gpus-per-task)."""
-    return "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def first_host(nodelist: str) -> str:

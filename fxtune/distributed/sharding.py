@@ -79,10 +79,6 @@ class Sharding:
             weight.grad = None if own.grad is None else divided_like(own.grad, weight)
             own.grad = None
 
-    def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` summed over the ranks that hold parts of the same weights, in place."""
-        return self.world.sum(value, "adding up a norm", self.world.weights_group)
-
     def free_gathered(self) -> None:
         """Free the weights that a forward pass without a backward pass has left gathered."""
         from torch.distributed.fsdp import FSDPModule
@@ -116,12 +112,7 @@ def shard(
     `whole`: parameters that are not divided; `cast`: the dtype in which linears are multiplied, None: the weights';
     `experts`: modules whose tensors [experts, ...] are divided by expert, and never gathered.
     """
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh, ignored = world.weights_mesh, set(whole)
     for module in experts:

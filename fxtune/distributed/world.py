@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fxtune.distributed import failure
 from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
-from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, process_rank
+from fxtune.distributed.ranks import HEARTBEATS, MEETING, meeting_time, process_rank
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line, shortened
 from fxtune.system.machine.facts import BROKEN, MachineFacts, installed_packages
@@ -109,7 +109,8 @@ class World:
             )
         set_threads(threads)
         cuda = torch.cuda.is_available() and device is not Device.cpu
-        if cuda and torch.cuda.device_count() == 1 and gives_own_cards():
+        by_slurm = "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+        if cuda and torch.cuda.device_count() == 1 and by_slurm:  # which may show each rank only its own card
             local_rank = 0
         if cuda and size > 1 and local_rank >= torch.cuda.device_count():
             raise HardwareError(
@@ -124,7 +125,19 @@ class World:
         if world.size > 1:
             _join(world)
         if memory_gib is not None:
-            _limit(world.device, memory_gib)
+            if not cuda:
+                raise ConfigError(
+                    f"run.memory_gib={memory_gib} limits a GPU's memory, and this run is on a CPU. Remove it."
+                )
+            total = torch.cuda.get_device_properties(here).total_memory
+            if memory_gib * GIB > total:
+                raise ConfigError(
+                    f"run.memory_gib={memory_gib}, but {torch.cuda.get_device_name(here)} has {total / GIB:.1f} GiB. "
+                    "Lower or remove it."
+                )
+            # The CUDA context (about 0.5 GiB) is not included.
+            torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / total, here)
+            _LIMITED.add(here)
         elif world.device in _LIMITED:
             torch.cuda.set_per_process_memory_fraction(1.0, world.device)
             _LIMITED.discard(world.device)
@@ -537,17 +550,3 @@ def _cannot_meet(world: World, error: Exception) -> RankError:
 
 def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def _limit(device: torch.device, gib: float) -> None:
-    """Limit torch's allocator to `gib` GiB of the GPU. The CUDA context (about 0.5 GiB) is not included."""
-    if device.type != "cuda":
-        raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
-    total = torch.cuda.get_device_properties(device).total_memory
-    if gib * GIB > total:
-        raise ConfigError(
-            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {total / GIB:.1f} GiB. Lower or "
-            "remove it."
-        )
-    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, device)
-    _LIMITED.add(device)

@@ -51,7 +51,6 @@ from dataclasses import dataclass
 
 from fxtune.estimate.weights import (
     BYTES,
-    Trained,
     beside_of,
     bytes_of_rank,
     divides_experts,
@@ -180,7 +179,11 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     if facts.frozen:
         weights += frozen_bytes(facts.frozen, Shape.of(facts.frozen.model))
     held_on = facts.accumulates or run.holds_gradients
-    freed, undone = facts.in_backward, _undone_bytes(facts, trained)
+    freed = facts.in_backward
+    # The copies from which the optimizer undoes a bad step: of all weights, or of the largest part that it updates in
+    # the backward pass.
+    copied = max(trained.end, trained.layer) if freed else trained.gradients
+    undone = trained.copies(copied) if copied <= facts.optimizer.undo_limit else 0
     staying = held = most = below = 0.0
     behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
     for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
@@ -223,15 +226,6 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
 def host_for_activations(facts: Facts) -> float:
     """Bytes of pinned host memory that moments leave to activations."""
     return max(HOST_SHARE * facts.host_memory - forecast(facts, RecomputePlan()).host_moments, 0.0)
-
-
-def _undone_bytes(facts: Facts, trained: Trained) -> int:
-    """Bytes of the copies from which an optimizer undoes a bad step. It copies all weights, or the largest part of
-    them if weights are updated in the backward pass. 0 if these are more bytes than OptimizerState.undo_limit."""
-    whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
-    if whole > facts.optimizer.undo_limit:
-        return 0
-    return trained.copies(whole)
 
 
 class LayerBytes:

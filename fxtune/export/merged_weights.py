@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from fxtune.export.rounding import Survival
 from fxtune.export.weights import Mismatch, bits
@@ -75,8 +76,6 @@ class _Tensors:
     """The tensors of safetensors files, read one at a time."""
 
     def __init__(self, opened: ExitStack, files: list[Path]) -> None:
-        from safetensors import safe_open
-
         self.files: dict[str, Path] = {}
         self._handles: dict[str, Any] = {}
         for file in files:

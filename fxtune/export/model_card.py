@@ -8,6 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import yaml
+from safetensors import safe_open
+
 from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
@@ -31,9 +34,6 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     which they were taken), figures (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's
     config as plain data).
     """
-    import yaml
-    from safetensors import safe_open
-
     machine = card.get("machine")
     card = redact({name: value for name, value in card.items() if name != "machine"})
     adapter, hf_config = (
@@ -75,9 +75,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         *([_MERGE_FIRST] if adapter and hf_config and kind.head == "pool" else []),
         *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
-        *_ending_note(folder, bool(adapter)),
-        *_mtp_note(card.get("mtp") or []),
-        *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
+        *_notes_on_use(folder, bool(adapter), card),
         *([rope_note] if rope_note else []),
         *([vllm_rope_note] if vllm_rope_note and kind.writes else []),
     ]
@@ -139,34 +137,27 @@ def _loading_code(
     return "\n".join([*lines, f"tokenizer = {kind.tokenizer_class}.from_pretrained(folder)", ""])
 
 
-def _ending_note(folder: Path, adapter: bool) -> list[str]:
-    if not adapter or not (folder / GENERATION_CONFIG).exists():
-        return []
-    return [
-        f"The adapter's answers end with a token at which the base does not stop. {GENERATION_CONFIG} names the end "
-        "tokens of both: the code above loads this file, `fxtune merge` copies it into the merged model, and a server "
-        "of base and adapter needs it (vLLM: `--generation-config .`)."
-    ]
-
-
-def _mtp_note(tensors: list[str]) -> list[str]:
-    if not tensors:
-        return []
-    return [
-        f"Its layers for multi-token prediction ({len(tensors)} tensors, such as `{tensors[0]}`) are the base's, byte "
-        "for byte. Servers can decode speculatively with them. They were not trained with this model, so servers may "
-        "accept fewer of their guesses."
-    ]
-
-
-def _template_note(variables: dict[str, Any]) -> list[str]:
-    if not variables:
-        return []
-    given = "".join(f", {name}={value!r}" for name, value in variables.items())
-    return [
-        "In training the prompts were written with variables of the chat template. Write prompts in the same way: "
-        f"`tokenizer.apply_chat_template(messages, add_generation_prompt=True{given})`."
-    ]
+def _notes_on_use(folder: Path, adapter: bool, card: dict[str, Any]) -> list[str]:
+    notes = []
+    if adapter and (folder / GENERATION_CONFIG).exists():
+        notes.append(
+            f"The adapter's answers end with a token at which the base does not stop. {GENERATION_CONFIG} names the "
+            "end tokens of both: the code above loads this file, `fxtune merge` copies it into the merged model, and "
+            "a server of base and adapter needs it (vLLM: `--generation-config .`)."
+        )
+    if tensors := card.get("mtp"):
+        notes.append(
+            f"Its layers for multi-token prediction ({len(tensors)} tensors, such as `{tensors[0]}`) are the base's, "
+            "byte for byte. Servers can decode speculatively with them. They were not trained with this model, so "
+            "servers may accept fewer of their guesses."
+        )
+    if variables := ((card.get("config") or {}).get("data") or {}).get("chat_template_kwargs"):
+        given = "".join(f", {name}={value!r}" for name, value in variables.items())
+        notes.append(
+            "In training the prompts were written with variables of the chat template. Write prompts in the same way: "
+            f"`tokenizer.apply_chat_template(messages, add_generation_prompt=True{given})`."
+        )
+    return notes
 
 
 def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refusals: list[str]) -> tuple[str, str]:

@@ -248,7 +248,16 @@ class _Plain:
             return plain
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # peft reads these flags when it adds adapters
             setattr(plain, flag, getattr(held, flag, False))
-        return self._adapt(plain)
+        with alone() as peft, warnings.catch_warnings(action="ignore"):
+            options = peft.LoraConfig.from_pretrained(str(self.folder))
+            if options.init_lora_weights in FACTORED:
+                options.init_lora_weights = True  # the base in memory has lost its first factors already
+            adapted = peft.PeftModel.from_pretrained(plain, str(self.folder), config=options)
+        every: list[Any] = list(adapted.modules())
+        for module in every:  # peft cannot add an adapter's product to experts that are stored as fp8 codes
+            if hasattr(module, "parameter_name") and isinstance(experts := module.get_base_layer(), PackedExperts):
+                experts.run_grouped(module)
+        return adapted
 
     def _fill(self, plain: Any, path: str, module: nn.Module) -> None:
         """Give a module the tensors of the live module. If these are packed or have other shapes, put the live module
@@ -275,18 +284,6 @@ class _Plain:
             module._parameters[name] = self.shared[place]
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             module._buffers[name] = live._buffers[name] if live is not None else None
-
-    def _adapt(self, plain: Any) -> Any:
-        with alone() as peft, warnings.catch_warnings(action="ignore"):
-            options = peft.LoraConfig.from_pretrained(str(self.folder))
-            if options.init_lora_weights in FACTORED:
-                options.init_lora_weights = True  # the base in memory has lost its first factors already
-            adapted = peft.PeftModel.from_pretrained(plain, str(self.folder), config=options)
-        every: list[Any] = list(adapted.modules())
-        for module in every:  # peft cannot add an adapter's product to experts that are stored as fp8 codes
-            if hasattr(module, "parameter_name") and isinstance(experts := module.get_base_layer(), PackedExperts):
-                experts.run_grouped(module)
-        return adapted
 
 
 def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -101,7 +101,12 @@ def save_model(
         full_card = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
         write_card(staging, kind_of(model.module.config), full_card)
         write_proof(staging, proof, merged)
-        _make_readable(staging)
+        # safetensors lets only the owner read. A power cut after the renaming must not leave empty files.
+        readable = (staging / "README.md").stat().st_mode
+        for path in sorted(staging.rglob("*"), reverse=True):  # files before their folder
+            if path.is_file():
+                path.chmod(readable)
+            sync(path)
         replace_folder(staging, folder, old)
 
     try:
@@ -135,13 +140,3 @@ def _restore(folder: Path, old: Path) -> None:
     """If a replacement was interrupted, so that there is no `folder`, make `old` the folder again."""
     if old.is_dir() and not old.is_symlink() and not folder.exists():
         old.rename(folder)
-
-
-def _make_readable(folder: Path) -> None:
-    """Give all files the permissions of README.md (safetensors lets only the owner read), and sync them: a power cut
-    after the renaming must not leave empty files."""
-    readable = (folder / "README.md").stat().st_mode
-    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
-        if path.is_file():
-            path.chmod(readable)
-        sync(path)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from fxtune.models.kinds.image_decoder.families import FAMILIES
 from fxtune.system.files.atomic_files import read_json
 
@@ -63,8 +65,6 @@ def refusals(options: Mapping[str, Any], tensors: Iterable[str], ends_in: str = 
 
 def refusals_of(folder: Path, ends_in: str = ENDS_IN, **served: Any) -> list[str]:
     """refusals() of the adapter in `folder`. `served`: values in place of options that a server computes."""
-    from safetensors import safe_open
-
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         return refusals(read_json(folder / "adapter_config.json") | served, list(file.keys()), ends_in)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
@@ -64,8 +65,7 @@ class ExportedWeights:
     @staticmethod
     def write(model: PreparedModel, folder: Path, world: World) -> ExportedWeights:
         """Write the adapter of a PEFT model with its options, or a whole model with its config. All ranks of `world`
-        call it. Raises OSError on all ranks.
-        """
+        call it. Raises OSError on all ranks."""
         if hasattr(model.module, "get_base_model"):
             return _write_adapter(model, folder, world)
         return _write_model(model, folder, world)
@@ -81,8 +81,6 @@ class ExportedWeights:
 
     def _require_complete(self) -> None:
         """Raise Mismatch unless the files and their index name the tensors that were written, each in its file."""
-        from safetensors import SafetensorError, safe_open
-
         found: dict[str, str] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
@@ -123,8 +121,6 @@ class ExportedWeights:
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
         """Raise Mismatch unless part `chunk` of the tensor `name` in its file equals `held`. `opened` closes the
         file."""
-        from safetensors import SafetensorError, safe_open
-
         if chunk.empty:
             return
         path = self.folder / self.files.get(name, "model.safetensors")
@@ -164,7 +160,6 @@ def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
 
 def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> ExportedWeights:
     from peft import get_peft_model_state_dict
-    from safetensors import SafetensorError
 
     model = prepared.module
     state = model.state_dict()

@@ -396,8 +396,7 @@ class CompileOptions(AutoOptions):
 @dataclass
 class Techniques:
     """The options of all techniques, in the order of application. `Pipeline` (techniques/pipeline.py) adds the
-    behaviour, and gives the reasons for the order.
-    """
+    behaviour, and gives the reasons for the order."""
 
     rope: RopeOptions = field(default_factory=RopeOptions)
     attention: AttentionOptions = field(default_factory=AttentionOptions)

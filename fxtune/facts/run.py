@@ -1,6 +1,5 @@
 """The facts from which techniques decide. `Facts` is plain frozen data, so tests of `check` and `resolve` need no
-hardware.
-"""
+hardware."""
 
 from __future__ import annotations
 

@@ -203,26 +203,21 @@ def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
                 account.entries[key] = Entry(key, config[key], Fate.refused, why)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{account.file}: a value is none that {tool.name} takes: {error}") from error
-    if account.data:
-        _replace_rows(account)
+    if account.data:  # its rows are trained on, and a share of them is held out if the config evaluates
+        own = {*map(account.own, (*ROWS, *EVAL_ROWS))}
+        account.differences = [line for line in account.differences if line.split()[0].rstrip(":") not in own]
+        evaluates = "data.eval_sources" in account.recipe or any(map(account.has, EVAL_ROWS))
+        account.note("--data replaces it", *ROWS, *EVAL_ROWS)
+        account.set("data.sources", [{"path": account.data}], "dataset")
+        if evaluates:
+            account.recipe.pop("data.eval_sources", None)
+            account.set("data.eval_fraction", 0.05)
+            account.differ("--data also replaces the rows to evaluate on: 5 % of the rows of --data are held out")
     if not account.recipe.keys() & {"data.eval_fraction", "data.eval_sources"}:
         account.note("nothing is held out", *(["eval_steps"] if account.recipe.pop("train.eval_every", 0) else []))
     elif not account.get("load_best_model_at_end"):
         account.differ("the weights of the lowest held-out loss are exported (run.export=last: of the end)")
     return account
-
-
-def _replace_rows(account: Account) -> None:
-    """Train on the rows of `account.data`, and hold out a share of them if the config has rows to evaluate on."""
-    own = {*map(account.own, (*ROWS, *EVAL_ROWS))}
-    account.differences = [line for line in account.differences if line.split()[0].rstrip(":") not in own]
-    evaluates = "data.eval_sources" in account.recipe or any(map(account.has, EVAL_ROWS))
-    account.note("--data replaces it", *ROWS, *EVAL_ROWS)
-    account.set("data.sources", [{"path": account.data}], "dataset")
-    if evaluates:
-        account.recipe.pop("data.eval_sources", None)
-        account.set("data.eval_fraction", 0.05)
-        account.differ("--data also replaces the rows to evaluate on: 5 % of the rows of --data are held out")
 
 
 def convert(target: str, value: Any) -> Any:

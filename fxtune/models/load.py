@@ -573,8 +573,7 @@ def _config_class(family: str) -> Any:
 
 def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
     """Whether a key that a config class does not declare has an effect. It has one if the class stores it under
-    another name, or if the model's constructor reads it: the constructor of Qwen3-MoE reads `head_dim`.
-    """
+    another name, or if the model's constructor reads it: the constructor of Qwen3-MoE reads `head_dim`."""
     from huggingface_hub.errors import StrictDataclassError
 
     wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)

@@ -13,7 +13,6 @@ import types
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxtune.models.dims import DECAYS
@@ -110,8 +109,4 @@ def return_input_dtype(model: nn.Module) -> None:
     dtype = base_dtype(model)
     for parameter, module in precise_parameters(model).items():
         if parameter.dtype is not dtype and parameter is getattr(module, "weight", None):
-            module.register_forward_hook(_to_input_dtype)
-
-
-def _to_input_dtype(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    return output.to(inputs[0].dtype)
+            module.register_forward_hook(lambda _, inputs, output: output.to(inputs[0].dtype))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.weights import readable_files, stored
@@ -49,8 +50,6 @@ def mtp_tensors(origin: Origin, model: Any, grown_from: int) -> dict[str, Path]:
 
 def read_mtp(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of each of `files`, the result of mtp_tensors(). Raises OSError."""
-    from safetensors import SafetensorError, safe_open
-
     with ExitStack() as stack:
         try:
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in {*files.values()}}

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from fxtune.errors import ConfigError, StorageError, readable, shortened
@@ -239,8 +241,6 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
     """Load the adapter weights in `origin` into `model`. Raises StorageError if a weight does not fit or is not
     finite."""
     from peft import set_peft_model_state_dict
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     file, place = origin.folder / WEIGHTS, f"{key}={name}"
     try:
@@ -368,8 +368,6 @@ def _as_chosen(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _modules_in_file(origin: Origin) -> set[str]:
     """The modules that have an adapter in the file of weights; empty if that file cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(origin.folder / WEIGHTS, "pt") as stored:
             return {name.rpartition(".lora_")[0] for name in stored.keys()}  # noqa: SIM118

@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fxtune.distributed.chunks import chunk_of, local
@@ -298,8 +299,6 @@ class _Files:
 def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], path: str) -> Iterator[_Files]:
     """A context with the files of `origin` opened. `wanted`: names and shapes of tensors of the architecture. The
     files must hold these tensors and no others."""
-    from safetensors import safe_open
-
     files = weights.readable_files(origin)
     with ExitStack() as opened:
         stored: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
@@ -83,8 +84,6 @@ def read(
 ) -> Any:
     """A model with the weights in the folder of `origin`. `path`: model.path, for messages. `seed`: for drawing a head
     that the base lacks."""
-    from safetensors import SafetensorError
-
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
     kind = kind_of(hf_config)
     loader: Any = kind.auto.from_pretrained
@@ -244,8 +243,6 @@ def names(origin: Origin) -> set[str]:
 
 def stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
     """Yield (file, name, opened file) for each tensor in `files`. Reads only the files' headers."""
-    from safetensors import safe_open
-
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in sorted(opened.keys()):
@@ -254,8 +251,6 @@ def stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
 
 def readable_files(origin: Origin) -> list[Path]:
     """Fetch the safetensors files that the model's index names, check each file, and return their paths."""
-    from safetensors import SafetensorError
-
     files = ["model.safetensors"]
     index = origin.folder / "model.safetensors.index.json"
     if index.exists():

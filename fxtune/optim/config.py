@@ -140,7 +140,18 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             "techniques.lora.projector=on, or lr_vision=null."
         )
     if config.stochastic_rounding:
-        yield from _no_stochastic_rounding(config, facts)
+        if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
+            yield (
+                f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or "
+                "set it to false."
+            )
+        if facts.techniques.lora.enabled:
+            yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
+        elif facts.dtype != "bfloat16":
+            yield (
+                f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to "
+                "false, or model.dtype to bfloat16."
+            )
     if config.moments is not Moments.float32 and not (
         config.name is OptimizerName.adamw and config.stochastic_rounding
     ):
@@ -149,7 +160,18 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             "them, or leave it out."
         )
     if config.offload:
-        yield from _no_offload(config, facts)
+        if config.name is not OptimizerName.adamw:
+            name = config.name.value
+            yield f"optimizer.offload: {name} keeps its moments on the GPU. Use adamw, or set it to false."
+        if facts.device != "cuda":
+            yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
+        if facts.techniques.lora.enabled:
+            yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
+        if facts.degrees.shard > 1:
+            yield (
+                f"optimizer.offload: parallel.shard={facts.degrees.shard} divides the moments over the GPUs. Set it "
+                "to false, or parallel.shard to 1."
+            )
     if facts.degrees.shard > 1 and config.name is OptimizerName.adafactor and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adafactor keeps means over whole matrices, and parallel.shard="
@@ -196,32 +218,3 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> str:
     """The package of adamw_8bit. By default it is bitsandbytes, because torchao's update is compiled when a run
     starts. It is torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
-
-
-def _no_offload(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    if config.name is not OptimizerName.adamw:
-        yield f"optimizer.offload: {config.name.value} keeps its moments on the GPU. Use adamw, or set it to false."
-    if facts.device != "cuda":
-        yield "optimizer.offload: this run has no GPU, so all moments are in host memory already. Set it to false."
-    if facts.techniques.lora.enabled:
-        yield "optimizer.offload: adapters have few moments, which stay on the GPU. Set it to false."
-    if facts.degrees.shard > 1:
-        yield (
-            f"optimizer.offload: parallel.shard={facts.degrees.shard} divides the moments over the GPUs. Set it to "
-            "false, or parallel.shard to 1."
-        )
-
-
-def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
-        yield (
-            f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set "
-            "it to false."
-        )
-    if facts.techniques.lora.enabled:
-        yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
-    elif facts.dtype != "bfloat16":
-        yield (
-            f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to "
-            "false, or model.dtype to bfloat16."
-        )

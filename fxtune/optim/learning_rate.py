@@ -35,8 +35,7 @@ LARGEST = 2.0
 def guess(config: OptimizerConfig, facts: Facts, documents: float) -> tuple[float, str]:
     """(the learning rate of optimizer.lr=auto, to three digits; a line with its derivation). `documents`: the mean
     number of documents in a step of the run. no_rule() of optim/config.py refuses recipes without a rule before this
-    call.
-    """
+    call."""
     lora, hidden, family = facts.techniques.lora, int(facts.text["hidden_size"]), str(facts.text.get("model_type"))
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
     exponent = EXPONENTS[like]

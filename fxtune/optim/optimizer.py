@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,7 +169,9 @@ class Optimizer:
         norm = self._norm(gradient for weight, gradient in reached.items() if weight not in self.divided)
         if self.sharding is not None:
             own = self._norm(gradient for weight, gradient in reached.items() if weight in self.divided).double()
-            norm = (norm.double().square() + self.sharding.sum_over_shards(own.square())).sqrt().float()
+            world = self.sharding.world
+            squares = world.sum(own.square(), "adding up a norm", world.weights_group)
+            norm = (norm.double().square() + squares).sqrt().float()
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if all(isinstance(part, StochasticAdamW) for part in self.parts):
@@ -188,8 +190,7 @@ class Optimizer:
 
     def step(self, lr: float, finite: torch.Tensor, seed: int = 0) -> None:
         """Update the weights with learning rate `lr` if `finite`, a bool scalar on the device, is true. Then drop the
-        gradients. `seed`: the seed of this step's stochastic rounding.
-        """
+        gradients. `seed`: the seed of this step's stochastic rounding."""
         for parameter in self.kept:
             if self.names[parameter] not in self.reached:
                 parameter.grad = None  # drop() sets the gradient again
@@ -223,7 +224,9 @@ class Optimizer:
             with self.host_moments.on_device(part) if self.host_moments else nullcontext():
                 part.step()
             return
-        with _eager_on_cpu(part):
+        # Compiling the C++ of torchao's update on a CPU takes longer than it saves.
+        eager = _is_from(part, TORCHAO) and part.param_groups[0]["params"][0].device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             taken = part in self.guards and self.guards[part].step(finite)
             if not taken and (on_host or finite.item)():  # the device cannot skip the step, so the host decides
                 part.step()
@@ -354,13 +357,6 @@ def _library_state(parameter: torch.Tensor, plain: dict[str, Any]) -> dict[str, 
         codes, scale, qmap = (plain[f"{key}.{inner}"] for inner in ("codes", "scale", "qmap"))
         moments[key] = OptimState8bit(codes, scale, qmap, signed=key == "exp_avg", dtype=parameter.dtype)
     return moments
-
-
-def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """A context in which torchao's update on a CPU is not compiled: compiling its C++ takes longer than it saves."""
-    on_cpu = part.param_groups[0]["params"][0].device.type == "cpu"
-    eager = on_cpu and _is_from(part, TORCHAO)
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
 def state_of(config: OptimizerConfig) -> OptimizerState:

@@ -112,8 +112,7 @@ class Schedule:
 
     def decaying(self, step: int, origin: int, decay: int) -> Schedule:
         """The schedule of a run that has taken `step` steps, goes back to the weights of `origin` steps of the plan,
-        and decays from there over `decay` steps.
-        """
+        and decays from there over `decay` steps."""
         end = step + decay
         return replace(self, steps=end, last=end, decay=decay, dropped=step - origin)
 
@@ -126,8 +125,7 @@ class Schedule:
 
     def extended(self, planned: int, step: int, origin: int) -> Schedule:
         """The schedule of a run that has taken `step` steps and goes on from the weights of `origin` steps of the plan
-        until `planned`. Its warm-up is not repeated.
-        """
+        until `planned`. Its warm-up is not repeated."""
         dropped = step - origin
         longer = Schedule.of(self.config, self.peak, planned)
         decay = min(longer.decay, planned - origin)

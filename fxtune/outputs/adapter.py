@@ -49,7 +49,21 @@ class OpenedAdapter:
 
     def adapt(self, base: Any) -> Any:
         """A model of peft: `base` with the adapter. Raises ConfigError if the two do not fit each other."""
-        _require_fast_patterns(base, self.lora, self.name)
+        options = ("target_modules", "exclude_modules", "layers_pattern")
+        patterns = {name: [value] for name in options if isinstance(value := getattr(self.lora, name, None), str)}
+        for option in ("rank_pattern", "alpha_pattern"):
+            patterns[option] = [rf"(?:.*\.)?({key})$" for key in getattr(self.lora, option, None) or {}]
+        for option, given in patterns.items():
+            try:
+                with limit_resources():  # some regular expressions never end
+                    for pattern in given:
+                        for module, _ in base.named_modules():
+                            re.fullmatch(pattern, module)
+            except (re.error, LimitExceeded) as error:
+                raise ConfigError(
+                    f"adapter {self.name}: its {option} cannot be used as a pattern of names: {error}. Use another "
+                    "copy of the adapter."
+                ) from error
         try:
             with alone() as peft, warnings.catch_warnings(action="ignore"):
                 adapted: Any = peft.get_peft_model(base, self.lora)
@@ -118,22 +132,3 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
     broken = readable(f"{origin.folder / CONFIG} cannot be read", "Use a complete copy of the adapter.")
     with broken, warnings.catch_warnings(action="ignore"):
         return LoraConfig.from_pretrained(str(origin.folder))
-
-
-def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
-    """Raise ConfigError if a regular expression of the adapter takes too long for the module names: some never end."""
-    options = ("target_modules", "exclude_modules", "layers_pattern")
-    patterns = {option: [value] for option in options if isinstance(value := getattr(lora, option, None), str)}
-    for option in ("rank_pattern", "alpha_pattern"):
-        patterns[option] = [rf"(?:.*\.)?({key})$" for key in getattr(lora, option, None) or {}]
-    for option, given in patterns.items():
-        try:
-            with limit_resources():
-                for pattern in given:
-                    for module, _ in base.named_modules():
-                        re.fullmatch(pattern, module)
-        except (re.error, LimitExceeded) as error:
-            raise ConfigError(
-                f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of the "
-                "adapter."
-            ) from error

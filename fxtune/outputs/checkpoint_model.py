@@ -56,8 +56,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     run = run_of(checkpoint)
     config = compose.of_run(run, trust_remote_code)
     techniques = config.techniques
-    lora = replace(techniques.lora, fused=Switch.off)
-    pipeline = Pipeline(rope=techniques.rope, lora=lora)
+    pipeline = Pipeline(rope=techniques.rope, lora=replace(techniques.lora, fused=Switch.off))
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
     hf_config = config.objective.configured(models.load_config(source, config.objective.needs.head))

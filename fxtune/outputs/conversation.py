@@ -76,7 +76,10 @@ def load_speakers(
         return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
     speakers = []
     if show != "tuned":
-        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
+        own = output.config.get("model") or {}
+        if not own.get("path") or own.get("init") == "random":
+            raise ConfigError(f"{output.folder} names no base model to show beside it. Leave --show out.")
+        base = ModelConfig(path=str(own["path"]), trust_remote_code=trust_remote_code)
         speakers.append(Speaker("base", _whole(base, device)))
     if show != "base":
         speakers.append(Speaker("tuned", tuned.to(device).eval()))
@@ -112,13 +115,6 @@ def _whole(source: ModelConfig, device: torch.device) -> Any:
     source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
     set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     return models.build(source, hf_config, World(device), seed=0).module.eval()
-
-
-def _base_of(output: RunOutput) -> str:
-    model = output.config.get("model") or {}
-    if not model.get("path") or model.get("init") == "random":
-        raise ConfigError(f"{output.folder} names no base model to show beside it. Leave --show out.")
-    return str(model["path"])
 
 
 class Conversation:

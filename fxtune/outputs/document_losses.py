@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fxtune.config.root import Config
-from fxtune.data.batches.batch import IGNORE_INDEX, Batch, BatchSpec
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
@@ -218,8 +218,12 @@ def _visit(
     plan = loader.plan
 
     def place(batch: Batch, step: int, position: int, _: bool) -> None:
-        slots = torch.from_numpy(_slots(plan.batch_spec(step, position))).to(loader.device)
-        read(batch, slots, [(plan.tables[table], document) for table, document in plan.documents(step, position)])
+        spec = plan.batch_spec(step, position)
+        # The slot of each segment in `Batch.cu_seqlens`. The padding of a packed row is a slot, too.
+        padded = (np.add.reduceat(spec.length, spec.offsets[:-1]) < spec.width) & spec.packed
+        slots = np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, np.diff(spec.offsets))
+        places = [(plan.tables[table], document) for table, document in plan.documents(step, position)]
+        read(batch, torch.from_numpy(slots).to(loader.device), places)
 
     visit(model, loader, precision, World(loader.device), "Measuring documents", place)
 
@@ -229,13 +233,4 @@ def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[t
     if isinstance(objective, GroupObjective):
         groups = objective.group_losses(model, batch)
         return torch.where(groups.counted, groups.losses, 0.0), groups.counted
-    tokens = batch.document_sums((batch.labels != IGNORE_INDEX).double())
-    return -model.segment_log_probs(batch), tokens
-
-
-def _slots(spec: BatchSpec) -> np.ndarray:
-    """The slot of each segment in `Batch.cu_seqlens`, int64 [segments]. The padding of a packed row is a slot, too."""
-    segments = np.diff(spec.offsets)
-    used = np.add.reduceat(spec.length, spec.offsets[:-1])
-    padded = (used < spec.width) & spec.packed
-    return np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, segments)
+    return -model.segment_log_probs(batch), batch.document_sums((batch.labels != IGNORE_INDEX).double())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,12 +27,11 @@ from fxtune.models import load as models
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.teacher import BASE, WithTeacher
 from fxtune.outputs.checkpoint_model import load_checkpoint
-from fxtune.outputs.run_output import OutputKind, RunOutput, find_output, is_checkpoint
+from fxtune.outputs.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal import console
 from fxtune.techniques.lora.trained_tokens import ids_of_adapter
-from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.benchmarks import Benchmarks, Scores
 from fxtune.training.builder import RunBuilder
@@ -89,9 +87,16 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
     # The run may have divided its weights over more ranks than this machine has.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
     if found.kind is OutputKind.model:
-        _read_merged(config, keys)
+        # A merged model is in 16 bits, and it has no adapters whose base could be a teacher. The command's keys count.
+        if not any(key.startswith("techniques") for key in keys):
+            config.techniques.quantize.enabled = False
+        if isinstance(config.objective, WithTeacher) and config.objective.teacher == BASE and config.model.path:
+            config.objective.teacher = config.model.path
     if url is not None:
-        return _ask_server(config, found, url)
+        if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
+            raise ConfigError("--url is for benchmarks: name some with --tasks.")
+        judged = benchmarks.ask(url, found.folder, found.run.resolve().name)
+        return Evaluation(f"{found.folder} at {url}", judged, [], [], None, "", 0)
     compares = config.objective.needs.reference and config.data.holds_out
     base = _base_scores(config)
     if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
@@ -110,15 +115,6 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, ur
     return replace(result, notes=[*notes, *result.notes])
 
 
-def _read_merged(config: Config, keys: Sequence[str]) -> None:
-    """Change the config of a run so that it measures a whole model as the model is stored. A merged model is in 16
-    bits, and it has no adapters whose base could be a teacher. `keys`: of the command, which count."""
-    if not any(key.startswith("techniques") for key in keys):
-        config.techniques.quantize.enabled = False
-    if isinstance(config.objective, WithTeacher) and config.objective.teacher == BASE and config.model.path:
-        config.objective.teacher = config.model.path
-
-
 def _without_held_out(data: DataConfig) -> DataConfig:
     sources = [replace(source, eval_fraction=None) for source in data.sources]
     return replace(data, sources=sources, eval_fraction=0.0, eval_sources=[])
@@ -133,13 +129,6 @@ def _base_scores(config: Config) -> Scores:
         return evaluate(replace(config, data=alone)).scores
     finally:
         gc.collect()  # frees the model
-
-
-def _ask_server(config: Config, output: RunOutput, url: str) -> Evaluation:
-    if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
-        raise ConfigError("--url is for benchmarks: name some with --tasks.")
-    name = (output.run or output.folder).resolve().name
-    return Evaluation(f"{output.folder} at {url}", benchmarks.ask(url, output.folder, name), [], [], None, "", 0)
 
 
 def evaluate(
@@ -160,7 +149,10 @@ def evaluate(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction, data.questions.path or "
             "eval.tasks." + "".join(f" {note}" for note in notes)
         )
-    techniques = config.techniques if trained else _trained_techniques(config)
+    techniques = config.techniques
+    if not (trained or config.model.adapter or techniques.quantize.enabled):
+        # Untrained adapters add nothing. Only a quantized base needs them.
+        techniques = replace(techniques, lora=replace(techniques.lora, enabled=False))
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
     benchmarks = Benchmarks.open(config, world)
@@ -222,12 +214,3 @@ def _held_out(
     rollouts = Rollouts(Path(ROLLOUTS), images)  # an evaluation writes none
     made = make_collector(own, model, tokenizer, rollouts, precision, builder.world, sizes, console.say)
     return RewardEvaluation(plan, made)
-
-
-def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques, without lora if its adapters would be untrained, because these add nothing. With a quantized
-    base lora stays, because such a base needs adapters."""
-    techniques = config.techniques
-    if config.model.adapter or techniques.quantize.enabled:
-        return techniques
-    return replace(techniques, lora=replace(techniques.lora, enabled=False))

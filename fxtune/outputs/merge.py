@@ -200,7 +200,12 @@ def _merge_into_base(adapted: Any, name: str) -> Any:
     from peft.utils.other import TrainableTokensWrapper
 
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
-    _untie(adapted, layers)
+    # If a head and an embedding share a weight, the one with an adapter gets a copy, so that only it is changed.
+    uses = Counter(id(weight) for module in adapted.modules() for weight in module.parameters(recurse=False))
+    for base_layer in [layer.get_base_layer() for layer in layers]:
+        for key, weight in list(base_layer.named_parameters(recurse=False)):
+            if uses[id(weight)] > 1:
+                setattr(base_layer, key, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
     for layer in layers:
         _merge_in_float32(layer, name)
     for wrapper in [module for module in adapted.modules() if isinstance(module, TrainableTokensWrapper)]:
@@ -210,17 +215,6 @@ def _merge_into_base(adapted: Any, name: str) -> Any:
     if head is not None and head.weight is not embedding.weight:
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
     return merged
-
-
-def _untie(adapted: Any, layers: list[Any]) -> None:
-    """If a head and an embedding share a weight, give the one with an adapter a copy of the weight. So the adapter is
-    added to only one of the two."""
-    uses = Counter(id(weight) for module in adapted.modules() for weight in module.parameters(recurse=False))
-    for layer in layers:
-        base_layer = layer.get_base_layer()
-        for name, weight in list(base_layer.named_parameters(recurse=False)):
-            if uses[id(weight)] > 1:
-                setattr(base_layer, name, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
 
 
 def _merge_in_float32(layer: Any, name: str) -> None:

@@ -134,7 +134,12 @@ class _Refresh:
         if entry["decision"] == TRAINING:
             self._train(entry, config)
             self._judge(entry, data, parent)
-        say(_drift_verdict(entry["drift"], config.refresh.alpha))
+        drift = entry["drift"]
+        say(
+            f"{'Drift' if drift['found'] else 'No drift'}: the loss on the new rows is {drift['new_loss']:.4f}, and "
+            f"{drift['old_loss']:.4f} on the old held-out rows; p = {drift['p']:.2g} (permutation test; drift is p up "
+            f"to refresh.alpha={config.refresh.alpha:g})."
+        )
         if not config.objective.needs.reads_groups and not isinstance(config.objective, CausalLM):
             say(f"These losses are of the rows' text; a refresh does not test the loss of {config.objective.name}.")
         if "gate" in entry:
@@ -295,14 +300,6 @@ def _lengths(of: Profile) -> str:
 
 def _scripts(of: Profile) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in list(of.scripts.items())[:SCRIPTS])
-
-
-def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
-    is_drift = "Drift" if drift["found"] else "No drift"
-    return (
-        f"{is_drift}: the loss on the new rows is {drift['new_loss']:.4f}, and {drift['old_loss']:.4f} on the old "
-        f"held-out rows; p = {drift['p']:.2g} (permutation test; drift is p up to refresh.alpha={alpha:g})."
-    )
 
 
 def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:

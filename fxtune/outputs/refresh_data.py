@@ -141,7 +141,15 @@ class RefreshData:
         """Tables as they were tokenized. The objective makes `old_tables` and `new_tables` from these."""
         tables, self.eval_tables = config.objective.accept([*old, *new], held, config.data)
         self.old_tables, self.new_tables = tables[: len(old)], tables[len(old) :]
-        _require_same_data(parent, self.old_tables)
+        with readable(str(parent), "This file says what the run was trained on: restore it."):
+            trained_on = read_json(parent / SETTING).get("data")
+        if trained_on and (changed := differences({"data": trained_on}, {"data": describe_tables(self.old_tables)})):
+            raise ConfigError(
+                f"The rows that {parent} was trained on have changed. So they cannot be replayed, and fxtune cannot "
+                "know which rows of data.sources are new:\n"
+                + "\n".join(changed)
+                + "\nRestore these sources as they were."
+            )
         self.noun = old[0].format.noun
         """A word for the compared documents, for messages: `documents`, `pairs`, ..."""
         tables = [*self.old_tables, *self.eval_tables]
@@ -331,14 +339,3 @@ def _require_same_format(parent: Path, old: Sequence[TokenTable], new: Sequence[
                 f"{table.name} has rows of format {table.format.name}, and {parent} was trained on "
                 f"{' and '.join(sorted(formats))}. Convert these rows, or set the source's format or columns."
             )
-
-
-def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:
-    """Raise ConfigError if the rows that the run was trained on have changed."""
-    with readable(str(parent), "This file says what the run was trained on: restore it."):
-        before = read_json(parent / SETTING).get("data")
-    if before and (changed := differences({"data": before}, {"data": describe_tables(tables)})):
-        raise ConfigError(
-            f"The rows that {parent} was trained on have changed. So they cannot be replayed, and fxtune cannot know "
-            "which rows of data.sources are new:\n" + "\n".join(changed) + "\nRestore these sources as they were."
-        )

@@ -7,7 +7,6 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxtune.reports.run_files import RunFiles
@@ -28,7 +27,10 @@ class TimeShare:
 
 def step_parts(run: RunFiles) -> list[TimeShare]:
     """The parts of all steps in a run's log lines, as far as they were recorded."""
-    curves, weights = run.curves, _steps_of_lines(run.curves.get(STEP_SECONDS, {}))
+    curves = run.curves
+    logged = sorted(curves.get(STEP_SECONDS, {}))
+    # A log line is named by its step, and stands for the steps since the line before.
+    weights = {step: step - before for step, before in zip(logged, [0, *logged], strict=False) if step > before}
     if not weights:
         return []
 
@@ -85,9 +87,3 @@ def startup_stages(run: RunFiles) -> dict[str, float]:
         for name, curve in run.curves.items()
         if name.startswith("startup/") and name != FIRST_STEPS
     }
-
-
-def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:
-    """The number of steps since the line before, for each log line. A log line is named by its step."""
-    steps = sorted(curve)
-    return {step: step - before for step, before in zip(steps, [0, *steps], strict=False) if step > before}

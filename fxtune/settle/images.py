@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fxtune.config.root import Config
-from fxtune.data.config import DataConfig
+from fxtune.data.config import DataConfig, ImageTokensConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig, load_config, load_processor
@@ -28,7 +29,10 @@ def image_processor(
     images = kind_of(hf_config).images
     processor = load_processor(model, hf_config, tokenizer) if images else None
     if images is None or processor is None:
-        data.image_tokens.require_unset()
+        if data.image_tokens != ImageTokensConfig():
+            raise ConfigError(
+                "data.image_tokens is for models that read images, and this model reads text. Leave it out."
+            )
         return None
     pixels = images.pixel_dtype(hf_config, getattr(torch, weights))
     made = ImageProcessor(processor, images.merge(hf_config), images.rope_positions(hf_config), pixels)

@@ -59,7 +59,3 @@ class Stage:
         """The stage with the fastest kernels, because torch's `operator` has no deterministic kernel."""
         line = determinism.line(f"torch has no deterministic kernel for {operator}")
         return replace(self, facts=replace(self.facts, deterministic=False), notes=renewed(self.notes, [line]))
-
-    def with_whole_gradients(self) -> Stage:
-        """The stage in which no weight is updated in the backward pass."""
-        return replace(self, facts=replace(self.facts, in_backward=False))

@@ -66,24 +66,20 @@ class Float8(Float8Options, Technique):
                 "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16, or this to false."
             )
         if (model := skeleton(facts.model)) is not None:
-            yield from self._check_linears(model)
+            named = [name for name, _ in _linears(model)]
+            for name in self.skip:
+                if not any(is_named(path, name) for path in named):
+                    linears = ", ".join(sorted({path.rpartition(".")[2] for path in named}))
+                    yield f"skip: this model's layers have no linear {name}. Their linears are {linears}."
+            if not list(self._targets(model)):
+                yield (
+                    "enabled: this model's layers have no linear with sizes of a multiple of "
+                    f"{MULTIPLE} besides those in skip. Set it to false."
+                )
 
     def describe(self, facts: Facts, execution: Execution) -> Execution:
         # One of three products stays in 16 bits with weight_gradient=bfloat16.
         return replace(execution, fp8_products=1.0 if self.weight_gradient is WeightGradient.float8 else 2 / 3)
-
-    def _check_linears(self, model: nn.Module) -> Iterator[str]:
-        """Yield why no linear of this model would be in fp8, and which entries of `skip` have no effect."""
-        named = [name for name, _ in _linears(model)]
-        for name in self.skip:
-            if not any(is_named(path, name) for path in named):
-                linears = ", ".join(sorted({path.rpartition(".")[2] for path in named}))
-                yield f"skip: this model's layers have no linear {name}. Their linears are {linears}."
-        if not list(self._targets(model)):
-            yield (
-                "enabled: this model's layers have no linear with sizes of a multiple of "
-                f"{MULTIPLE} besides those in skip. Set it to false."
-            )
 
     def _targets(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         """Yield (path, linear) for each linear whose products are to run in fp8."""

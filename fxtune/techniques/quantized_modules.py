@@ -230,8 +230,7 @@ class DividedCodes(StoresRows):
 
 class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8: if it were a floating-point tensor, peft
-    would give adapters its dtype.
-    """
+    would give adapters its dtype."""
 
     scales: Tensor
     names: tuple[str, ...]

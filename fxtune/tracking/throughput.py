@@ -95,7 +95,12 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
         return None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
-    where = {"body": _recurrences(shape, forward_passes), "head": 0.0}
+    of_recurrences = (
+        count * ((3 + forward_passes) * forward + again)
+        for kind, count in shape.counts
+        for forward, again in (each.flops for each in kind.recurrences)
+    )
+    where = {"body": sum(of_recurrences, 0.0), "head": 0.0}
     used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
@@ -148,15 +153,6 @@ def _shape(model: nn.Module, config: Any) -> Shape | None:
     shape = Shape.of(config.to_dict())
     mixes = any(kind.attentions or kind.recurrences or kind.convolved for kind in shape.kinds)
     return shape if mixes and all(kind.is_known for kind in shape.kinds) else None
-
-
-def _recurrences(shape: Shape, forward_passes: int) -> float:
-    """FLOPs of the recurrences of all layers, per token."""
-    total = 0.0
-    for kind, count in shape.counts:
-        for forward, again in (each.flops for each in kind.recurrences):
-            total += count * ((3 + forward_passes) * forward + again)
-    return total
 
 
 def _attention(shape: Shape, passes: float) -> tuple[tuple[int | None, float], ...]:

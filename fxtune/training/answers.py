@@ -220,19 +220,15 @@ class AnswerEvaluation:
         ]
         file = self._file(when)
         with writing(f"{file} cannot be written", "or set run.dir to another disk"):
-            self._write_pictures()
+            for question in self.questions[:ANSWERS]:  # thumbnails of the images that the report shows
+                for image in question.images[:PICTURES_OF_QUESTION]:
+                    picture = self.folder / PICTURES / f"{_digest(image)}.jpg"
+                    if picture.exists():
+                        continue
+                    picture.parent.mkdir(exist_ok=True)
+                    with suppress(RowError), replacing(picture) as out:  # an image that has changed is skipped
+                        out.write(thumbnail(image.read()))
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def _write_pictures(self) -> None:
-        """Write thumbnails of the images that the report shows. Raises OSError."""
-        for question in self.questions[:ANSWERS]:
-            for image in question.images[:PICTURES_OF_QUESTION]:
-                file = self.folder / PICTURES / f"{_digest(image)}.jpg"
-                if file.exists():
-                    continue
-                file.parent.mkdir(exist_ok=True)
-                with suppress(RowError), replacing(file) as out:  # an image that has changed is skipped
-                    out.write(thumbnail(image.read()))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions for a terminal, each as (question, right answer, answer before training,

@@ -1,10 +1,10 @@
 """Builds a run up to its first step. Training, evaluation, `fxtune verify`, `bench` and `doctor` share this code, so
-their results hold for training.
-"""
+their results hold for training."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,12 +48,7 @@ from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.settled import settle_frozen_model, settle_here
 from fxtune.settle.stages import Stage
-from fxtune.system.process.determinism import (
-    nondeterministic_operator,
-    prepare_deterministic_kernels,
-    reset_process,
-    use_deterministic_kernels,
-)
+from fxtune.system.process.determinism import nondeterministic_operator, reset_process, use_deterministic_kernels
 from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory, free_cached_memory, out_of_memory_reason
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
@@ -112,7 +107,8 @@ class RunBuilder:
         reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic is not False:
-            prepare_deterministic_kernels()
+            # A workspace with which cuBLAS's products are the same each time. cuBLAS reads this at its first product.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.settled = settle_here(config, self.world, None if ahead else self.world.size, deterministic)
         self.stage = Stage.first(self.settled)
         """The latest stage: the config, facts and techniques that now apply."""

@@ -1,6 +1,5 @@
 """Writes text with the trained model: a batch of prompts, padded on the left, with a cache of keys and values. The
-first forward pass of a batch reads the images of its prompts.
-"""
+first forward pass of a batch reads the images of its prompts."""
 
 from __future__ import annotations
 

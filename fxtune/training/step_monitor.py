@@ -179,8 +179,7 @@ class StepMonitor:
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
         """Raise NumbersError if the run's last step was not finite, or all `steps` were skipped, and the weights give
-        no finite loss on the batch of the last finite step. `gives_finite_loss`: tries the batch of a step.
-        """
+        no finite loss on the batch of the last finite step. `gives_finite_loss`: tries the batch of a step."""
         skipped, last_finite = self.statistics.skipped, self.last_finite - 1
         if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
             return

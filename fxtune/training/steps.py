@@ -62,7 +62,7 @@ class Steps:
         if self.train_step.in_backward and rows < self.config.train.micro_batch_size:
             # A step of several micro-batches needs all gradients before the update.
             self.note(refuse_halved(self.config.optimizer.in_backward, rows))
-            builder.stage = builder.stage.with_whole_gradients()
+            builder.stage = replace(builder.stage, facts=replace(builder.stage.facts, in_backward=False))
             self.train_step.in_backward = None
 
     def follow(self, schedule: Schedule) -> None:
@@ -85,7 +85,9 @@ class Steps:
             self.loader = Loader(self.builder.own(plan.of_step(index)), loading, self.world.device)
             for step in self.loader.steps(index):
                 index, step.data_step = step.index, step.index - plan.sizes.dropped
-                self._announce_stage(index)
+                if self._has_new_rows(index) and index > self.first:
+                    self.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
+                    self.rows_per_pass.drop()  # the recordings for the earlier length
                 lr = self.schedule.rate(index)
                 metrics = catch_out_of_memory(partial(self._try, step, lr))
                 if isinstance(metrics, (MemoryExhausted, str)):
@@ -98,7 +100,10 @@ class Steps:
             del step  # frees its batches on the device
             self.loader.close()
             if isinstance(failed, str):
-                self._use_fastest_kernels(failed)
+                self.rows_per_pass.free_memory()
+                self.train_step.drop()
+                self.builder.use_fastest_kernels(operator=failed)
+                self.note(self.builder.notes[-1])
             elif failed is not None:
                 self._halve(index, failed)
 
@@ -168,19 +173,6 @@ class Steps:
             return False
         before, now = (self.plan.step_rows.starts[self.plan.stage(step)] for step in (index - 1, index))
         return now.length != before.length
-
-    def _announce_stage(self, index: int) -> None:
-        """If the length of rows changes at step `index`, say so and free the recordings for the earlier length."""
-        if self._has_new_rows(index) and index > self.first:
-            self.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
-            self.rows_per_pass.drop()
-
-    def _use_fastest_kernels(self, operator: str) -> None:
-        """Prepare to repeat a step with the fastest kernels, because `operator` has no deterministic kernel."""
-        self.rows_per_pass.free_memory()
-        self.train_step.drop()
-        self.builder.use_fastest_kernels(operator)
-        self.note(self.builder.notes[-1])
 
     def _halve(self, index: int, exhausted: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated. Raises

@@ -55,7 +55,7 @@ from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.run.about import contents_of_rows, describe_run
-from fxtune.training.run.end import Decision, RunEnd
+from fxtune.training.run.end import RunEnd
 from fxtune.training.run.export import export, require_whole_export, write_report
 from fxtune.training.run.extension import require_extendable, schedule_of_run
 from fxtune.training.run.log import RunLog, conclusion, introduction, next_commands
@@ -266,7 +266,9 @@ class Trainer:
                 self.clock.stop()
                 return self._pause() if self._pauses() else self._finish()
             except Stopped as stop:
-                self._stop(stop)
+                self._log_due_line()
+                self._ensure_saved()
+                stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
                 raise
             except LostImageError as error:
                 self._stop_at(error)
@@ -336,25 +338,20 @@ class Trainer:
             self.state.branch_step = None
             decision = self.end.decide(self.steps.schedule, evaluate, looks)
         if decision is not None:
-            self._end_early(decision)
-            save = True
-            if self.state.step == decision.schedule.last and not evaluate:  # the last step of a run is evaluated
+            self.monitor.report()  # bad steps so far belong to the old plan
+            self.end.take(decision)
+            self.steps.follow(decision.schedule)
+            self.meter.plan = self.plan
+            self.training.total = last = decision.schedule.last
+            self.screen.ends_at(last)
+            self.screen.note(decision.text)
+            self.log.log({"train/last_step": last, "train/dropped_steps": decision.schedule.dropped})
+            save = True  # the decision is part of the state
+            if self.state.step == last and not evaluate:  # the last step of a run is evaluated
                 with self.meter.paused():
                     self._evaluate()
         if save:
             self.run_state.save()
-
-    def _end_early(self, decision: Decision) -> None:
-        """Follow a decision about the end of the run. The decision is now part of the state, so the caller must save
-        the state."""
-        self.monitor.report()  # bad steps so far belong to the old plan
-        self.end.take(decision)
-        self.steps.follow(decision.schedule)
-        self.meter.plan = self.plan
-        self.training.total = last = decision.schedule.last
-        self.screen.ends_at(last)
-        self.screen.note(decision.text)
-        self.log.log({"train/last_step": last, "train/dropped_steps": decision.schedule.dropped})
 
     def _drop_recordings(self) -> None:
         """Free the memory of recorded CUDA graphs. They are recorded again when needed."""
@@ -386,12 +383,6 @@ class Trainer:
             message += f"\n{error}"
         phase = MemoryPhase.training if part == "training" else MemoryPhase.forward
         return self.builder.out_of_memory(message, phase, rows, row_length, micro_batches)
-
-    def _stop(self, stop: Stopped) -> None:
-        """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
-        self._log_due_line()
-        self._ensure_saved()
-        stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _stop_at(self, error: LostImageError) -> None:
         """Save the state before a step with a lost image, and make the error name the image's row. Ranks that share
@@ -464,8 +455,7 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate on the held-out data, and on the questions if their answers can stop the run. Log the figures.
-        Returns whether to save this state.
-        """
+        Returns whether to save this state."""
         self.state.evaluation_due = self.held_out is not None or self.end.asks
         if not self.state.evaluation_due:
             return False

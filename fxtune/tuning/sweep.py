@@ -231,7 +231,23 @@ class Sweep:
         study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), n_startup_trials=STARTUP)
         for values in listed(self.space, self.count, seed):
             study.enqueue_trial(values, skip_if_exists=True)
-        self._read_trials()
+        found = study.get_trials(deepcopy=False)
+        last = {frozen.user_attrs["run"]: frozen for frozen in found if "run" in frozen.user_attrs}
+        for frozen in found:
+            if frozen.state is TrialState.RUNNING:  # an ended process left it unfinished
+                if last.get(frozen.user_attrs.get("run"), frozen) is frozen:
+                    study.enqueue_trial(frozen.params, user_attrs=frozen.user_attrs)
+                study.tell(frozen.number, state=TrialState.FAIL)
+        for name, frozen in last.items():
+            kept, state = frozen.user_attrs, STATES[frozen.state]
+            # The losses of a run that goes on are reported again.
+            losses = {} if state is State.waiting else dict(frozen.intermediate_values)
+            trial = Trial(self.folder / name, kept["values"], state, kept.get("steps", 0), losses)
+            trial.reason = kept.get("reason", "")
+            self.trials.append(trial)
+        self.trials.sort(key=lambda trial: trial.number)
+        for trial in self.trials:
+            self._clean(trial)
 
     def _claim(self) -> None:
         """Write recipe and space to a new study, or compare them with the recipe and the space in the study."""
@@ -248,26 +264,6 @@ class Sweep:
                 + "\n".join(changed)
                 + "\nPut these back, or set run.dir to a new folder."
             )
-
-    def _read_trials(self) -> None:
-        """Take the configurations from the study. Queue the configurations that an ended process left unfinished."""
-        found = self.study.get_trials(deepcopy=False)
-        last = {frozen.user_attrs["run"]: frozen for frozen in found if "run" in frozen.user_attrs}
-        for frozen in found:
-            if frozen.state is TrialState.RUNNING:
-                if last.get(frozen.user_attrs.get("run"), frozen) is frozen:
-                    self.study.enqueue_trial(frozen.params, user_attrs=frozen.user_attrs)
-                self.study.tell(frozen.number, state=TrialState.FAIL)
-        for name, frozen in last.items():
-            kept, state = frozen.user_attrs, STATES[frozen.state]
-            # The losses of a run that goes on are reported again.
-            losses = {} if state is State.waiting else dict(frozen.intermediate_values)
-            trial = Trial(self.folder / name, kept["values"], state, kept.get("steps", 0), losses)
-            trial.reason = kept.get("reason", "")
-            self.trials.append(trial)
-        self.trials.sort(key=lambda trial: trial.number)
-        for trial in self.trials:
-            self._clean(trial)
 
     def run(self, look: Callable[[], None]) -> None:
         """Train until all configurations are judged. `look` is called twice a second.
@@ -286,7 +282,13 @@ class Sweep:
                         self._follow(index)
                     look()
             except Stopped as stop:
-                stop.outcome = self._save_all()
+                for job in self._jobs.values():
+                    job.process.terminate()  # the run saves its state and ends
+                for job in self._jobs.values():
+                    job.process.wait()
+                count = len(self._jobs)
+                saved = f"{count} run{'s' * (count != 1)} saved in {self.folder}. " if count else ""
+                stop.outcome = f"{saved}The same command goes on."
                 raise
             finally:
                 for job in self._jobs.values():
@@ -409,16 +411,6 @@ class Sweep:
         """Remove the checkpoints of a stopped configuration, because it never goes on."""
         if trial.state is State.stopped:
             shutil.rmtree(trial.folder / CHECKPOINTS, ignore_errors=True)
-
-    def _save_all(self) -> str:
-        """Let all runs save their state and end. Returns a sentence about the saved runs."""
-        for job in self._jobs.values():
-            job.process.terminate()
-        for job in self._jobs.values():
-            job.process.wait()
-        count = len(self._jobs)
-        saved = f"{count} run{'s' * (count != 1)} saved in {self.folder}. " if count else ""
-        return f"{saved}The same command goes on."
 
     def choices(self, trial: Trial) -> list[str]:
         """The words of a command line that say what `trial` learns and when it evaluates."""

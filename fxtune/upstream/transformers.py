@@ -327,7 +327,8 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
     from fxtune.upstream.image_processing import with_fewer_passes
 
     kind: Any = PROCESSOR_MAPPING[type(config)]
-    own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _accept_any})
+    accept_any = {"check_argument_for_proper_class": lambda processor, name, argument: type(argument)}
+    own: Any = type(kind.__name__, (kind,), accept_any)
     # The PIL backend, so that the pixels do not depend on whether torchvision is installed.
     try:
         image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -358,7 +359,3 @@ def _hidden_image_processor(folder: Path, config: Any) -> Any:
     except ImportError:
         return None
     return getattr(module, name, None)
-
-
-def _accept_any(processor: Any, name: str, argument: Any) -> type:
-    return type(argument)

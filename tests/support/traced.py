@@ -210,7 +210,9 @@ def serve() -> None:
                         os.close(other)
                     _become_run(request)
                     module, _, name = request["function"].partition(":")
-                    words = [] if name == "main" else [request["argv"]]  # main() reads sys.argv, as in a user's process
+                    words = (
+                        [] if name == "main" else [request["argv"]]
+                    )  # main() reads sys.argv, as in a user's process
                     sys.exit(getattr(importlib.import_module(module), name)(*words))
                 _own_group(child)
                 running[ended := os.pidfd_open(child)] = child  # it can be read when the child has ended

@@ -428,22 +428,16 @@ class Plan:
 
     def _documents(self, step: int, micro: int) -> tuple[Spans, np.ndarray]:
         """(the documents of a micro-batch's rows, the offsets of rows in these documents [rows + 1])."""
-        segments, offsets = self._micro_batch(step, micro)
-        found = self.row_sequence.spans(segments)
-        if not self.stream.settings.packing:
-            return found, np.arange(len(found) + 1)
-        return found, np.searchsorted(found.segment, offsets)
-
-    def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the segments of a micro-batch's rows, the offsets of rows in them). Without packing a group counts as one
-        row."""
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
-        size = self.micro_rows(step) // self.stream.rows_of_group
+        size = self.micro_rows(step) // self.stream.rows_of_group  # without packing a group counts as one row
         micro = min(micro * self.sizes.ranks + self.sizes.rank, self._all_micro_batches(step) - 1)
         own = offsets[micro * size : (micro + 1) * size + 1]
-        return segments[own[0] : own[-1]], own - own[0]
+        found = self.row_sequence.spans(segments[own[0] : own[-1]])
+        if not self.stream.settings.packing:
+            return found, np.arange(len(found) + 1)
+        return found, np.searchsorted(found.segment, own - own[0])
 
     def _padded_length(self, longest: np.ndarray) -> np.ndarray:
         """The row length of a micro-batch whose longest document has `longest` tokens; elementwise."""

@@ -166,7 +166,12 @@ class Encoder:
         eos: int | None = tokenizer.eos_token_id
         self._end = end or ([] if eos is None else [eos])
         """The ids after each plain text: the tokenizer's own closing ids ([SEP] of BERT), else its end of text."""
-        self._tokenizer = _with_exact_offsets(tokenizer)
+        self._tokenizer = copy.deepcopy(tokenizer)
+        # The ByteLevel post-processor (Llama-3, GPT-2) trims spaces off the offsets. Other post-processors only add
+        # special tokens, which are not needed here.
+        self._tokenizer.backend_tokenizer.post_processor = None
+        self._tokenizer.backend_tokenizer.no_truncation()
+        self._tokenizer.backend_tokenizer.no_padding()
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
         self.templates = ChatTemplates(self._tokenizer, chat_template, self.variables, template_time, system)
         self._template_of_pairs = format.writes_pairs and bool(tokenizer.chat_template)
@@ -411,7 +416,8 @@ class Encoder:
         if is_rewritten:
             found = [REWRITTEN_REMARKS[self.on_rewritten], *(line for line in found if line != REASONING_REMARK)]
         learned = [index for index, is_learned in enumerate(supervised) if is_learned]
-        if template.writes_empty_reasoning and any(
+        # Whether an answer without reasoning begins with an empty block of reasoning.
+        if any("</think>" in lead for lead in template.frame.leads) and any(
             messages[index]["role"] == "assistant" and not reasoning_and_content(messages[index])[0]
             for index in learned
         ):
@@ -518,13 +524,3 @@ def _frame(tokenizer: Any, *second: str) -> tuple[list[int], list[int], list[int
         return [], [], []
     first, last = found[0], found[-1]
     return ids[:first], ids[first + count : last] if second else [], ids[last + count :]
-
-
-def _with_exact_offsets(tokenizer: Any) -> Any:
-    """A copy without padding, truncation and post-processor. The ByteLevel post-processor (Llama-3, GPT-2) trims
-    spaces off the offsets. Other post-processors only add special tokens, which are not needed here."""
-    exact = copy.deepcopy(tokenizer)
-    exact.backend_tokenizer.post_processor = None
-    exact.backend_tokenizer.no_truncation()
-    exact.backend_tokenizer.no_padding()
-    return exact

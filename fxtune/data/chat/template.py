@@ -81,11 +81,6 @@ class ChatTemplate:
             self.has_marks = False
         self.frame = frame or TurnFrame()
 
-    @property
-    def writes_empty_reasoning(self) -> bool:
-        """Whether an answer without reasoning begins with an empty block of reasoning."""
-        return any("</think>" in lead for lead in self.frame.leads)
-
     def render(
         self, messages: Messages, tools: Tools = None, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:

@@ -214,19 +214,13 @@ class _RenderedChat:
             if sentinel.is_last and sentinel.is_content:
                 spans[sentinel.turn] = start, self._turn_end(position)
             elif sentinel.is_last:
-                end = self._end_of_call(sentinel.turn, behind)
-                if end is None:
+                arguments = self.messages[sentinel.turn]["tool_calls"][-1]["function"].get("arguments")
+                head, tail = self.template.around_arguments
+                call = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                if not tail or not behind.startswith(head + call + tail):  # the end of the call is not certain
                     return None
-                spans[sentinel.turn] = start, position + end
+                spans[sentinel.turn] = start, position + len(head + call + tail)
         return spans
-
-    def _end_of_call(self, index: int, behind: str) -> int | None:
-        """The end of a turn in `behind`, the text after the name of its last call; None if the end is not certain."""
-        arguments = self.messages[index]["tool_calls"][-1]["function"].get("arguments")
-        head, tail = self.template.around_arguments
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        written = head + written + tail
-        return len(written) if tail and behind.startswith(written) else None
 
     def span_of_turn(self, index: int) -> Span:
         """The span of one turn by a separate rendering."""

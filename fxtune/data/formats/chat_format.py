@@ -100,27 +100,18 @@ def complete_prompt(chat: Conversation, row: Mapping[str, Any]) -> None:
     place_images(chat, row)
     functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
     chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions` is OpenAI's older `tools`
-    _drop_filled_keys(chat)
+    schemas = [tool.get("function", tool) for tool in chat.tools or ()]
+    known = {schema.get("name"): schema.get("parameters") for schema in schemas if isinstance(schema, Mapping)}
+    for call in (call for message in chat.messages for call in message.get("tool_calls", ())):
+        function, parameters = call["function"], known.get(call["function"]["name"])
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(properties, Mapping):
+            # Arrow gives each call the keys of all calls. A null argument that the schema has is a value and stays.
+            given = function["arguments"].items()
+            kept = {key: value for key, value in given if value is not None or key in properties}
+            call["function"] = {**function, "arguments": kept}
     chat.variables = _variables(row.get(VARIABLES))
     chat.supervised = [False] * len(chat.messages)
-
-
-def _drop_filled_keys(chat: Conversation) -> None:
-    """Remove arguments of calls that are null and that the tool's schema does not have. Arrow adds them: it gives each
-    call the keys of all calls. A null argument that the schema has is a value and stays."""
-    functions = [tool.get("function", tool) for tool in chat.tools or ()]
-    known = {
-        function.get("name"): function.get("parameters") for function in functions if isinstance(function, Mapping)
-    }
-    for call in (call for message in chat.messages for call in message.get("tool_calls", ())):
-        function, schema = call["function"], known.get(call["function"]["name"])
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        if isinstance(properties, Mapping):
-            given = function["arguments"].items()
-            call["function"] = {
-                **function,
-                "arguments": {key: value for key, value in given if value is not None or key in properties},
-            }
 
 
 def require_answer(text: str, place: str) -> None:
@@ -166,7 +157,8 @@ def add_turns(chat: Conversation, turns: Any, key: str) -> None:
 
 def add_answer(chat: Conversation, answer: Any, column: str) -> None:
     """Add an answer to a prompt: a text, a turn or a list of turns. Raises RowError."""
-    chat.end_prompt()
+    # The messages so far are a prompt: they are not learned, and an answer continues a begun assistant turn.
+    chat.train_flags, chat.ends_prompt = [False] * len(chat.messages), True
     if isinstance(answer, str):
         chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
     elif isinstance(answer, Mapping):

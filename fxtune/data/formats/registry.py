@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats import shapes
+from fxtune.data.formats import preferences, shapes
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.chat_format import is_chat
@@ -19,13 +19,6 @@ from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.labelled import LabelledFormat
 from fxtune.data.formats.messages import MessagesFormat, ShareGPTFormat
 from fxtune.data.formats.pair_format import is_answer
-from fxtune.data.formats.preferences import (
-    PreferenceChatsFormat,
-    PreferenceFormat,
-    PreferenceInstructionFormat,
-    PreferenceMessagesFormat,
-    PreferenceTurnsFormat,
-)
 from fxtune.data.formats.prompt import PromptFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
@@ -41,11 +34,11 @@ AUTO = "auto"
 FORMATS: dict[str, RowFormat] = {
     format.name: format
     for format in (
-        PreferenceChatsFormat(),  # preferences come first: later formats would read one answer alone
-        PreferenceTurnsFormat(),
-        PreferenceMessagesFormat(),
-        PreferenceInstructionFormat(),
-        PreferenceFormat(),
+        preferences.PreferenceChatsFormat(),  # preferences come first: later formats would read one answer alone
+        preferences.PreferenceTurnsFormat(),
+        preferences.PreferenceMessagesFormat(),
+        preferences.PreferenceInstructionFormat(),
+        preferences.PreferenceFormat(),
         KTOFormat(),
         EmbeddingFormat(),
         MessagesFormat(),

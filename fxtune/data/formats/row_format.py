@@ -2,8 +2,7 @@
 
 A format knows nothing of tokenizers and chat templates. It turns a row into one of eight contents: a chat, a plain
 text, token ids, answers to one prompt, a group of other rows, a text with a label, texts that stay together, or a
-prompt alone.
-data/chat/encode.py turns the content into tokens.
+prompt alone. data/chat/encode.py turns the content into tokens.
 """
 
 from __future__ import annotations
@@ -92,11 +91,6 @@ class Conversation:
         self.messages.append(message)
         self.places.append(place)
         self.train_flags.append(train_flag)
-
-    def end_prompt(self) -> None:
-        """Make the messages so far a prompt. They are not learned, and an answer continues a begun assistant turn."""
-        self.train_flags = [False] * len(self.messages)
-        self.ends_prompt = True
 
 
 @dataclass

@@ -148,7 +148,9 @@ class EncoderScorer(Scorer, Encoder):
         return FAMILIES[config.model_type].head
 
     def numbers(self, model: Any, states: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        features, pooling = FAMILIES[model.config.model_type].features, _pooling(model.config)
+        features = FAMILIES[model.config.model_type].features
+        # How a head takes a document: by its first token (cls, bos), or by the mean of its tokens (mean).
+        pooling = getattr(model.config, "classifier_pooling", "cls")
         if pooling == "late":  # EuroBERT: the mean of the tokens' numbers, which are the numbers of the mean
             pooled = document_means(features(model, states), first, last)
         else:
@@ -189,9 +191,3 @@ def document_means(states: Tensor, first: Tensor, last: Tensor) -> Tensor:
     sums = states.new_zeros(documents + 1, states.shape[1], dtype=torch.float32)
     sums = sums.index_add(0, torch.where(inside, document, documents), states.float())[:-1]
     return sums / (last - first + 1).clamp(min=1).unsqueeze(1)
-
-
-def _pooling(config: Any) -> str:
-    """How a head takes a document: by its first token ("cls", "bos"), by the mean of its tokens ("mean"), or by the
-    mean of the head's numbers for its tokens ("late")."""
-    return str(getattr(config, "classifier_pooling", "cls"))

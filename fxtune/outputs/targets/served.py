@@ -25,7 +25,7 @@ from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.targets.source import Source
 from fxtune.system.process.process_group import end_process
 from fxtune.system.terminal.progress import phase
-from fxtune.training.answers import Question, exact_match
+from fxtune.training.answers import exact_match
 from fxtune.training.rollouts.client import Client, ServerError
 from fxtune.training.rollouts.server_process import end_of, start_server
 
@@ -153,7 +153,9 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
             work.advance(1)
         for question in source.rated:
             if len(rated) < RATED:
-                rated += _rated(server, question, tokenizer)
+                ids = tokenizer(question.answer, add_special_tokens=False)["input_ids"]
+                found = [server.rate(question.prompt + ids[:at], token) for at, token in enumerate(ids)]
+                rated += [value for value in found if value is not None]
     answers = [cut(answer.ids, ends) for answer in served]
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
     pairs = list(zip(plain.ids, answers, strict=True))
@@ -192,12 +194,6 @@ def number(value: float | None) -> float:
 
 def _share(values: Iterable[bool]) -> float | None:
     return fmean(found) if (found := [float(value) for value in values]) else None
-
-
-def _rated(server: Server, question: Question, tokenizer: Any) -> list[float]:
-    ids = tokenizer(question.answer, add_special_tokens=False)["input_ids"]
-    found = [server.rate(question.prompt + ids[:at], token) for at, token in enumerate(ids)]
-    return [value for value in found if value is not None]
 
 
 def _divergence(plain: torch.Tensor, served: Mapping[int, float]) -> float:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 CHUNK = 8 * 2**20
 """Bytes that are hashed and written at a time."""
@@ -228,8 +229,6 @@ def json_or_empty(path: Path) -> dict[str, Any]:
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
     """Add results to the JSON object in a file, under a lock. Errors of the disk are ignored: the file is a cache."""
-    from filelock import FileLock
-
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):

@@ -1,21 +1,14 @@
 """Global switches of torch: resets them, switches to kernels that give the same bits each time, and names operators
-without such a kernel.
-"""
+without such a kernel."""
 
 from __future__ import annotations
 
 import gc
-import os
 import re
 
 import torch
 
 _WITHOUT = re.compile(r"\b(\S+) does not have a deterministic implementation")
-
-
-def prepare_deterministic_kernels() -> None:
-    """Give cuBLAS a workspace with which its products are the same each time. cuBLAS reads it at its first product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_deterministic_kernels(on: bool) -> None:

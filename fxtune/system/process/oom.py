@@ -94,8 +94,7 @@ def free_cached_memory(device: torch.device) -> None:
 def halved(rows: int, total: int | None = None, multiple: int = 1) -> int | None:
     """Half of `rows`, rounded up. With `total`, the largest divisor of `total` that is not above this half, so that
     all micro-batches have one shape. `multiple`: rows that stay together; the result is a multiple of them. None if
-    `rows` cannot be halved.
-    """
+    `rows` cannot be halved."""
     if rows <= multiple:
         return None
     half = (rows + 1) // 2

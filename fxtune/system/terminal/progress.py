@@ -106,26 +106,20 @@ def phase(
     name: str, total: float = 0, unit: str = "", announce: bool = True, part: str | None = None
 ) -> Iterator[Phase]:
     """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: the part
-    of a run's start to which the seconds belong (startup.py); None: the part of the phase around this phase.
-    """
+    of a run's start to which the seconds belong (startup.py); None: the part of the phase around this phase."""
     work = Phase(name, total, unit)
     _progress.phases.append(work)
     try:
-        if announce:
-            _announce(work)
+        work.announced = announce
+        if announce and _progress.log:
+            console.say(f"{name} ...")
+        elif announce and _progress.region:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                _progress.region.refresh()
         with STARTUP.part(part) if part else contextlib.nullcontext():
             yield work
     finally:
         _progress.phases.remove(work)
-
-
-def _announce(work: Phase) -> None:
-    work.announced = True
-    if _progress.log:
-        console.say(f"{work.name} ...")
-    elif _progress.region:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            _progress.region.refresh()
 
 
 def show(kind: str = "auto") -> None:

@@ -234,7 +234,11 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
                 shares = not by_bounds or bidirectional or share_prompt(model).is_exact
                 _, moved, leaked = movement(model, row)
-                looks_ahead = _movement_by_last(model, ids)
+                # How far a changed last token moves the logits before it, relative to the movement of its own logits.
+                before, changed = outputs(model, input_ids=ids, use_cache=False).float(), ids.clone()
+                changed[:, -1] += 1
+                shift = (outputs(model, input_ids=changed, use_cache=False).float() - before).abs()
+                looks_ahead = (shift[:, :-1].max() / shift[:, -1].max()).item()
     except Exception as error:  # noqa: BLE001  other keys may depend on the changed ones: any error is possible
         return _untried(name, f"could not be tried ({type(error).__name__})")
     apart = is_isolated(moved, leaked)
@@ -243,14 +247,6 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
         f"in {name} of transformers, answers that share a prompt have other logits" if not shares else None,
         looks_ahead,
     )
-
-
-def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
-    """How far a changed last token moves the logits before it, relative to the movement of its own logits."""
-    before, changed = outputs(model, input_ids=ids, use_cache=False).float(), ids.clone()
-    changed[:, -1] += 1
-    shift = (outputs(model, input_ids=changed, use_cache=False).float() - before).abs()
-    return (shift[:, :-1].max() / shift[:, -1].max()).item()
 
 
 def _small(config: Any) -> Any:

@@ -46,8 +46,7 @@ def register(implementation: str, core: Core, sinks: bool = False, dropout: bool
 def no_mask(input_ids: Tensor) -> Tensor:
     """The attention mask to pass with `cu_seqlens`: four dimensions and no elements. transformers passes it on
     unchanged. Without a mask transformers would look for documents in `position_ids`, for which the host waits, and
-    build a mask.
-    """
+    build a mask."""
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 

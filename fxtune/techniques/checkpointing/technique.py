@@ -42,7 +42,7 @@ from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
 from fxtune.techniques.checkpointing.verify import Proof, vision_encoder_evidence
 from fxtune.techniques.experts.adapted import grouped, operator_of
-from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora import families, fuse
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
@@ -272,7 +272,12 @@ class Checkpointing(CheckpointingOptions, Technique):
         plan = self.plan
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
-        self._wrap_vision_encoder(model.module)
+        if (encoder_options := self._of_vision_encoder(model.module)) is not None:
+            # `save` and `recompute` match the names of the vision encoder's own linears.
+            encoder, selects = encoder_layers(model.module), encoder_options.policy is Policy.selective
+            rule = encoder_options._rule(encoder).contexts() if selects else None
+            for layer in encoder:
+                layer.forward = partial(_checkpointed, layer.forward, rule)
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
             patch = upstream.with_activation_budget(self.budget)
             backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
@@ -287,15 +292,6 @@ class Checkpointing(CheckpointingOptions, Technique):
             sizes = frozenset([*wide, sum(wide)])
             all_saved, pieces = self.offload is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
-
-    def _wrap_vision_encoder(self, model: nn.Module) -> None:
-        """Give a trained vision encoder the level of the decoder layer that keeps least. `save` and `recompute` match
-        the names of the vision encoder's own linears."""
-        options, layers = self._of_vision_encoder(model), encoder_layers(model)
-        selects = options is not None and options.policy is Policy.selective
-        contexts = options._rule(layers).contexts() if options is not None and selects else None
-        for layer in layers if options is not None else ():
-            layer.forward = partial(_checkpointed, layer.forward, contexts)
 
     def _of_vision_encoder(self, model: nn.Module) -> Checkpointing | None:
         """The options for the layers of the vision encoder; None if they keep everything, or are not trained."""
@@ -365,7 +361,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         by_name = self._saves("fxtune.lora_mlp")
         if self.policy is not Policy.selective:
             return by_name, by_name
-        gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in fuse.MLP)
+        gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in families.MLP)
         return gate or up, gate or up or down
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:

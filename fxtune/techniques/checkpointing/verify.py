@@ -26,7 +26,7 @@ from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.offload import leaves
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
-from fxtune.techniques.lora import fuse, fused_modules
+from fxtune.techniques.lora import families, fuse, fused_modules
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
@@ -135,7 +135,7 @@ class Proof:
         tiles = self.plan.tiles > 1
         tiled = {count.shape for _, count in counted if tiles and count.shape and count.shape[1] in ranks}
         wrong = [name for name, count in counted if count.saved and count.recomputed and count.shape not in tiled]
-        in_mlp = fuse.MLP if any(isinstance(module, FusedMlp) for module in layer.modules()) else ()
+        in_mlp = families.MLP if any(isinstance(module, FusedMlp) for module in layer.modules()) else ()
 
         def ran(name: str) -> bool:
             return any(
@@ -341,8 +341,7 @@ def saved_bytes(
 ) -> tuple[float, float]:
     """Returns the bytes a token that autograd saves in the forward pass of `layers`, compiled or not, and the bytes a
     token of one layer's arguments. `shape`: (rows, length) of the pass. Only tensors with an axis of tokens count, and
-    no parameters. A tensor that several layers save counts once.
-    """
+    no parameters. A tensor that several layers save counts once."""
     tokens = math.prod(shape)
     axes = {tokens, shape[1]}
     weights = set(_addresses(model))

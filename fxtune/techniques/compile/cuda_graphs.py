@@ -46,8 +46,7 @@ class Recorder:
     ) -> None:
         """`function` takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It
         must do the same for all inputs of a shape, and must not wait for the device. `reached`: the set to which
-        `function` adds the names of weights with a gradient.
-        """
+        `function` adds the names of weights with a gradient."""
         self.function, self.reached = function, set() if reached is None else reached
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()

@@ -183,8 +183,7 @@ class ViewedFp8Linear(_Viewed, Fp8Linear):
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
     """Give a linear its view as a parameter in this context, for code that looks for a parameter. If this code
-    replaces the parameter, the new values are copied into the view.
-    """
+    replaces the parameter, the new values are copied into the view."""
     view = base.frozen_weights.view("weight", base.rows)
     parameters = dict(base._parameters)
     base._parameters.clear()

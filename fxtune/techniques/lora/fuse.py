@@ -27,15 +27,7 @@ from fxtune.models.replacement import places, put
 from fxtune.models.structure import skeleton
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.experts.adapted import grouped, wrappers
-from fxtune.techniques.lora.families import (
-    ATTENTION,
-    MLP,
-    PROJECTIONS,
-    ROPE_FOLLOWS,
-    mlp_activation,
-    observe_attentions,
-    runs_on_given,
-)
+from fxtune.techniques.lora import families
 from fxtune.techniques.lora.frozen_weights import storage_kind
 from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, forward_of, fuse_linear
 from fxtune.techniques.lora.targets import select
@@ -67,8 +59,8 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
         return False
     adapted = set(select(model, lora).modules)
     return any(
-        all(f"{path}.{name}" in adapted and getattr(module, name).bias is None for name in MLP)
-        and mlp_activation(module) is not None
+        all(f"{path}.{name}" in adapted and getattr(module, name).bias is None for name in families.MLP)
+        and families.mlp_activation(module) is not None
         for path, module in model.named_modules()
     )
 
@@ -96,25 +88,27 @@ def fuse(model: Any) -> Fusion:
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
     beside = {*image_modules(model)}
     for module in (module for module in list(model.modules()) if module not in beside):
-        mlp = _fusible(module, MLP)
-        projections = max((_fusible(module, names) for names in PROJECTIONS), key=len)
+        mlp = _fusible(module, families.MLP)
+        projections = max((_fusible(module, names) for names in families.PROJECTIONS), key=len)
         biased = any(linear.get_base_layer().bias is not None for linear in mlp)
-        if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and not biased:
-            if act := mlp_activation(module):
-                put(where, module, FusedMlp(module, MLP, act))
+        if len(mlp) == len(families.MLP) and _can_stack(mlp[:2]) and not biased:
+            if act := families.mlp_activation(module):
+                put(where, module, FusedMlp(module, families.MLP, act))
                 fusion.operators["mlp"] += 1
                 in_group.update(mlp)
             else:
                 fusion.note(f"{type(module).__name__} does not compute down(act(gate(x)) * up(x))")
         elif len(projections) > 1 and forward_of(module):
-            group = itertools.chain(*PROJECTIONS)
+            group = itertools.chain(*families.PROJECTIONS)
             attentions[module] = [name for name in group if getattr(module, name, None) in projections]
-    for module, call in (observe_attentions(model, attentions) if attentions else {}).items():
+    for module, call in (families.observe_attentions(model, attentions) if attentions else {}).items():
         names, title = [name for name in attentions[module] if call.projects(name)], type(module).__name__
         linears = [getattr(module, name) for name in names]
-        if len(names) > 1 and _can_stack(linears) and runs_on_given(module, names, call, rotated=False):
-            rotary = config.model_type in ROPE_FOLLOWS and rotation_of(type(module)) is apply_rotary
-            rotated = rotary and names == [*ATTENTION] and runs_on_given(module, names, call, rotated=True)
+        if len(names) > 1 and _can_stack(linears) and families.runs_on_given(module, names, call, rotated=False):
+            rotary = config.model_type in families.ROPE_FOLLOWS and rotation_of(type(module)) is apply_rotary
+            rotated = (
+                rotary and names == [*families.ATTENTION] and families.runs_on_given(module, names, call, rotated=True)
+            )
             put(where, module, FusedAttention(module, names, rotated))
             fusion.operators["attention"] += 1
             in_group.update(linears)

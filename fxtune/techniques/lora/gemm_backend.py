@@ -67,8 +67,7 @@ def refusal(facts: Facts) -> str | None:
 
 def enable(model: Any, device: torch.device) -> str | None:
     """Compile quack's kernel for the dtype of products on `device`, and let the fused groups and experts of `model`
-    call it. Returns why the kernel does not compile, or None.
-    """
+    call it. Returns why the kernel does not compile, or None."""
     dtype = compute_dtype(next(model.parameters()).new_empty(0, device=device))  # weights may have no memory yet
     # All errors are caught, because the compiler of another package has its own classes of errors.
     try:
@@ -98,8 +97,7 @@ def observe(model: Any) -> tuple[str, bool | None]:
     """Multiply by the smallest weight of a group that quack's kernel serves, as operators do forward and backward. A
     whole matrix of zeros replaces a weight that is divided over ranks, because operators get the gathered weight.
     Returns a description of what ran, and whether quack's kernel ran. The second value is None if no group's weight is
-    large enough.
-    """
+    large enough."""
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     matrices = sorted((group.weight.data for group in groups(model, DENSE_CUTE)), key=torch.Tensor.numel)

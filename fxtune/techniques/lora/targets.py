@@ -28,6 +28,7 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.facts.execution import Adapters
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.facts.run import Facts
+from fxtune.models import structure
 from fxtune.models.dims import built
 from fxtune.models.experts import is_described
 from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, projectors, vision_encoders
@@ -35,16 +36,6 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.mixers import GATES
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import (
-    backbone,
-    beside_text,
-    decoder_layers,
-    head_parts,
-    hooked,
-    is_named,
-    output_head,
-    without_dropout,
-)
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
@@ -59,7 +50,7 @@ NAME = re.compile(r"[\w.-]+")
 def matches(path: str, entry: str) -> bool:
     """Whether `entry` names the module `path`. An entry of letters, digits, `_`, `-` and dots is the full name or the
     end of it. Any other entry is a regular expression for the full name."""
-    return is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
+    return structure.is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
 
 
 def select(model: Any, lora: LoraOptions) -> AdapterTargets:
@@ -135,7 +126,7 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
         for entry in getattr(lora, option):
             if not any(re.match(rf"(.*\.)?({entry})$", path) for path in adapted):  # as peft matches them
                 yield f"{option}: {entry} matches no module with an adapter. {_near(entry, kinds)}"
-    depth = len(decoder_layers(model))
+    depth = len(structure.decoder_layers(model))
     if beyond := [index for index in lora.layers_to_transform if index >= depth]:
         yield f"layers_to_transform: {beyond[0]} is no layer of this model. It has layers 0 to {depth - 1}."
     unable = {"dropout": lora.dropout, "dora": lora.dora, "init": lora.factored and lora.init.value}
@@ -145,7 +136,7 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
                 f"{option}: {value}, which peft does not offer for experts in one tensor. Leave it out, or set "
                 "techniques.lora.exclude_modules=[experts]."
             )
-    places, ends = _Places(model), (output_head(model), model.get_input_embeddings())
+    places, ends = _Places(model), (structure.output_head(model), model.get_input_embeddings())
     saved = [path for path in named if any(matches(path, entry) for entry in lora.modules_to_save)]
     for option, paths in (("target_modules", chosen.modules), ("modules_to_save", saved)):
         lost = [
@@ -327,7 +318,7 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     """
     places = _Places(model)
     called = {path for path in chosen.modules if ".experts." in path or places.is_beside(path)}
-    with hooked(
+    with structure.hooked(
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
         for path in chosen.modules
     ):
@@ -357,7 +348,7 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
     )
     empty = {weight for weight in for_images(model) if weight.is_meta}
     zeros = _standing_in(model, empty, partial(torch.zeros_like, device=device))
-    with hooked(hooks), zeros, without_dropout(model), torch.enable_grad():
+    with structure.hooked(hooks), zeros, structure.without_dropout(model), torch.enable_grad():
         features = images_of(model.config).features(model)
         total = torch.stack([feature.float().sum() for feature in features]).sum()
         gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
@@ -448,8 +439,8 @@ class _Reasons:
 
     def __init__(self, model: Any, lora: LoraOptions) -> None:
         self.model, self.lora, self.named = model, lora, dict(model.named_modules())
-        self.head, self.whole, self.places = output_head(model), head_parts(model), _Places(model)
-        index_of = {layer: index for index, layer in enumerate(decoder_layers(model))}
+        self.head, self.whole, self.places = structure.output_head(model), structure.head_parts(model), _Places(model)
+        index_of = {layer: index for index, layer in enumerate(structure.decoder_layers(model))}
         self.layers = {f"{path}.": index_of[module] for path, module in self.named.items() if module in index_of}
 
     def excluded(self, path: str) -> str:
@@ -491,10 +482,10 @@ class _Places:
     """Tells which part of a model contains a module."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.decoder = _path(model, backbone(model))
+        self.decoder = _path(model, structure.backbone(model))
         self._projectors = [_path(model, part) for part in projectors(model)]
         self._encoders = [_path(model, part) for part in vision_encoders(model)]
-        unread = {id(weight) for weight in beside_text(model)}
+        unread = {id(weight) for weight in structure.beside_text(model)}
         self._unread = {name.rpartition(".")[0] for name, weight in model.named_parameters() if id(weight) in unread}
 
     def is_known(self, path: str) -> bool:

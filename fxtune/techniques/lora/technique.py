@@ -27,20 +27,12 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
+from fxtune.models import structure
 from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.mixers import gates_note
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import Fusion, PreparedModel
 from fxtune.models.probe import Answer, probe_logits, relative_distance
-from fxtune.models.structure import (
-    base_dtype,
-    is_adapter,
-    observing,
-    outputs,
-    parameter_counts,
-    running_on_text,
-    skeleton,
-)
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.terminal.console import say
 from fxtune.techniques.base import Evidence, Technique
@@ -50,8 +42,7 @@ from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's logits by this many times the effect of one rounding of the
-input, because each layer rounds.
-"""
+input, because each layer rounds."""
 
 
 @dataclass
@@ -88,12 +79,12 @@ class Lora(LoraOptions, Technique):
         entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
-        shape = skeleton(facts.model) if self.vision or self.projector else None
+        shape = structure.skeleton(facts.model) if self.vision or self.projector else None
         if (self.vision or self.projector) and (shape is None or not vision_encoders(shape)):
             names = " and ".join(name for name in ("vision", "projector") if getattr(self, name))
             yield f"{names}: on, and {facts.text.get('model_type')} reads no images. Set it to off."
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
-            model = skeleton(facts.model)
+            model = structure.skeleton(facts.model)
             yield from targets.refusals(model, self, self.token_ids) if model is not None else ()
 
     def resolve(self, facts: Facts) -> str | None:
@@ -138,7 +129,7 @@ class Lora(LoraOptions, Technique):
         chosen = targets.select(base, self)
         if self.token_ids:
             trained_tokens.start_zero_rows(base, self.token_ids)
-        with targets.calls_observed(base, chosen), running_on_text(base):
+        with targets.calls_observed(base, chosen), structure.running_on_text(base):
             before = probe_logits(base)
         targets.leave_unused(base, chosen, world.device)
         model.targets = chosen
@@ -227,9 +218,9 @@ class Lora(LoraOptions, Technique):
 
         adapted, selected = model.module, model.targets
         assert selected is not None, "apply() has chosen them"
-        with observing(adapted, gradients=True):
+        with structure.observing(adapted, gradients=True):
             learns = any(parameter.requires_grad for parameter in adapted.parameters())
-            if learns and not outputs(adapted, **probe).requires_grad:
+            if learns and not structure.outputs(adapted, **probe).requires_grad:
                 raise ConfigError(
                     f"techniques.lora.enabled: the code of {adapted.config.model_type} in transformers computes no "
                     "gradient for adapters while its embeddings are frozen. Set it to false, or use another model."
@@ -238,9 +229,9 @@ class Lora(LoraOptions, Technique):
         wrappers = [path for path, module in layers.items() if isinstance(module, ParamWrapper)]
         modules = {path.removeprefix("base_model.model.") for path in layers if path not in wrappers}
         complete = modules == {*selected.modules} and len(wrappers) == len(selected.experts)
-        counts = parameter_counts(adapted)
+        counts = structure.parameter_counts(adapted)
         learning = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-        strays = [name for name in learning if not is_adapter(name)]
+        strays = [name for name in learning if not structure.is_adapter(name)]
         trained, total = sum(counts[name] for name in learning), sum(counts.values())
         yield Evidence(
             "lora",
@@ -295,7 +286,7 @@ class Lora(LoraOptions, Technique):
     def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
         """Observe the gradients of the rows. Compare the logits of changed rows here and in peft's own code."""
         seen = trained_tokens.observe(model, probe)
-        limit = 1e-4 if base_dtype(model) is torch.float32 else 5e-2
+        limit = 1e-4 if structure.base_dtype(model) is torch.float32 else 5e-2
         return Evidence(
             "lora",
             f"rows of {len(self.token_ids)} tokens are trained as peft trains them (train_tokens)",
@@ -307,8 +298,8 @@ class Lora(LoraOptions, Technique):
 
     def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
         """Count the fused operators that a forward pass dispatches."""
-        with observing(model):
-            seen = fusing.count_operators(lambda: outputs(model, **probe))
+        with structure.observing(model):
+            seen = fusing.count_operators(lambda: structure.outputs(model, **probe))
         ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # An expert of a mixture runs only if a token is routed to it.
@@ -332,11 +323,10 @@ class Lora(LoraOptions, Technique):
 
 def _train_in_float32(adapted: Any) -> None:
     """Cast the copies that modules_to_save trains to float32. Their inputs are cast to float32 in each call, and their
-    outputs back to the base's dtype. peft leaves the copies in the base's dtype.
-    """
+    outputs back to the base's dtype. peft leaves the copies in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
-    dtype = base_dtype(adapted)
+    dtype = structure.base_dtype(adapted)
 
     def cast(value: Any, to: torch.dtype) -> Any:
         return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -37,16 +37,9 @@ from fxtune.models.structure import skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
-from fxtune.techniques.quantize import check, verify
+from fxtune.techniques.quantize import check, selection, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
 from fxtune.techniques.quantize.check import PACKAGE
-from fxtune.techniques.quantize.selection import (
-    expert_weights,
-    experts_refusal,
-    experts_type,
-    linears_of,
-    takes_experts,
-)
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Take], None]
@@ -87,9 +80,9 @@ class Quantize(QuantizeOptions, Technique):
             self.keeps_transposes = False
             return "no transposes are kept, because there is no backward pass"
         model = skeleton(facts.model)
-        linears = linears_of(self, model, takes_experts(self, facts)) if model is not None else ()
+        linears = selection.linears_of(self, model, selection.takes_experts(self, facts)) if model is not None else ()
         weights = sum(linear.weight.numel() for *_, linear in linears)
-        weights = (weights + expert_weights(self, model, facts)) // facts.degrees.shard
+        weights = (weights + selection.expert_weights(self, model, facts)) // facts.degrees.shard
         short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
         self.keeps_transposes = not short
         if short:
@@ -98,21 +91,21 @@ class Quantize(QuantizeOptions, Technique):
 
     def _resolve_experts(self, facts: Facts) -> Iterator[str]:
         """Decide `experts`, and yield a line about the decision if this model has experts."""
-        model, why = skeleton(facts.model), experts_refusal(self, facts)
+        model, why = skeleton(facts.model), selection.experts_refusal(self, facts)
         has_any = model is not None and any(experts_of(model))
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
             if has_any and why:
                 yield f"experts stay in {facts.dtype} ({why})"
         if has_any and self.experts is Switch.on and not why:
-            if experts_type(self, facts.ships_mxfp4) is not self.type:
+            if selection.experts_type(self, facts.ships_mxfp4) is not self.type:
                 yield "experts stay in MXFP4, as the checkpoint stores them"
             elif self.type is WeightFormat.mxfp4:
                 yield "experts in mxfp4" + (", as the checkpoint stores them" if facts.ships_mxfp4 else "")
             else:
                 yield f"experts in {self.type.value}, too"
         in_fp8 = self.type is WeightFormat.fp8 and model is not None
-        if in_fp8 and not any(linears_of(self, model, self.experts is Switch.on)):
+        if in_fp8 and not any(selection.linears_of(self, model, self.experts is Switch.on)):
             yield f"other linears stay in {facts.dtype} (all are small)"
 
     def packages(self, facts: Facts) -> Iterator[str]:
@@ -126,7 +119,7 @@ class Quantize(QuantizeOptions, Technique):
         """apply() for a model without memory, in a type that cannot be quantized row by row. `each_weight` reads the
         weights, except experts that the checkpoint stores in MXFP4. Returns the names and shapes of the weights that
         were read."""
-        targets = linears_of(self, model.module, False)
+        targets = selection.linears_of(self, model.module, False)
         wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in targets}
         if self.experts is Switch.on and not model.ships_mxfp4:
             experts = {*experts_of(model.module)}

@@ -190,10 +190,7 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     """
     settled = settle(config, machine, gpus, present=gpus)
     assumed = lengths or Lengths.full_rows(settled.facts.row_length, settled.config)
-    return _forecast(Stage.first(settled).with_images(assumed.fullest), lengths, assumed)
-
-
-def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunForecast:
+    stage = Stage.first(settled).with_images(assumed.fullest)
     config, facts = stage.config, stage.facts
     train, plan = config.train, facts.execution.recompute
     images = assumed.images and assumed.images.scaled(train.micro_batch_size * facts.row_length / assumed.padded)

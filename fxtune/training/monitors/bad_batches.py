@@ -37,8 +37,7 @@ MAX_NAMED = 6
 @dataclass
 class BadBatches:
     """Reports and saves bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line
-    for the user. `writes`: whether this rank writes and prints.
-    """
+    for the user. `writes`: whether this rank writes and prints."""
 
     folder: Path
     plan: Plan

@@ -1,6 +1,5 @@
 """Collects the rollouts of a step: the model answers the step's prompts, rewards score the answers, and answers with
-advantages are written to the disk. A step that is on the disk is read again.
-"""
+advantages are written to the disk. A step that is on the disk is read again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A step whose rollouts are not complete: its answers are being sampled and scored, perhaps while another step is
-trained.
-"""
+trained."""
 
 from __future__ import annotations
 

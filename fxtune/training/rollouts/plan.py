@@ -30,7 +30,7 @@ class RolloutPlan(Plan):
         """`settings`: how the answers of a step are laid out in rows."""
         super().__init__(stream, sizes, layout)
         self.rollouts, self.settings = rollouts, settings
-        self._of_step = lru_cache(maxsize=2)(self._make)
+        self._of_step = lru_cache(maxsize=2)(lambda step: self._plan(rollouts.table(step), step))
 
     @staticmethod
     def of(prompts: Plan, rollouts: Rollouts, data: DataConfig) -> RolloutPlan:
@@ -59,9 +59,6 @@ class RolloutPlan(Plan):
     def staged(self, step: int) -> Plan:
         """of_step(), before the rollouts are complete: without log-probabilities and advantages."""
         return self._plan(self.rollouts.staged(step), step)
-
-    def _make(self, step: int) -> Plan:
-        return self._plan(self.rollouts.table(step), step)
 
     def _plan(self, table: TokenTable, step: int) -> Plan:
         stream = EpochStream([table], self.settings)

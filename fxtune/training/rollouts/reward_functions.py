@@ -1,6 +1,5 @@
 """Rewards of fxtune. Each gets the arguments of TRL's rewards, f(prompts, completions, completion_ids, columns), and
-options as keywords. A column of the rows is a list with an entry for each completion.
-"""
+options as keywords. A column of the rows is a list with an entry for each completion."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Learns from a taskset of verifiers 0.4 (verifiers.v1) whose tasks have one answer. rows() makes a row of each task.
 The column `task` of a row has the task's data, from which the reward `verifiers` makes the task again, as `verifiers
-replay` does. verifiers takes seconds to import, so a run imports it only in the processes that compute rewards.
-"""
+replay` does. verifiers takes seconds to import, so a run imports it only in the processes that compute rewards."""
 
 from __future__ import annotations
 

@@ -112,12 +112,13 @@ class RunEnd:
 
     def evaluated(self, figures: Mapping[str, float], schedule: Schedule) -> bool:
         """Record the figures of an evaluation. Returns whether the state must be saved, because these weights are the
-        best so far or the interval of evaluations was decided.
-        """
+        best so far or the interval of evaluations was decided."""
         state, ending = self.state, self.state.ending
         ending["evaluations"] = ending.get("evaluations", 0) + 1
         save = self._decide_interval(schedule, 2 if self.compiles else 1)
-        quality, tie = self._quality(figures)
+        # Of equal scores, the one with the lower loss is better.
+        loss = -figures.get("eval/loss", math.inf)
+        quality, tie = (figures[self.judged], loss) if self.judged else (loss, 0.0)
         best = state.best_match if self.judged else None if state.best_loss is None else -state.best_loss
         best_tie = -math.inf if state.best_loss is None else -state.best_loss
         if quality > (-math.inf if best is None else best) or (self.judged and quality == best and tie > best_tie):
@@ -155,12 +156,6 @@ class RunEnd:
     def asks(self) -> bool:
         """Whether evaluations ask the questions, because the answers decide which weights are best."""
         return self.judged == StopMetric.exact_match.figure
-
-    def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
-        """The pair (score, tie-breaker). The higher score is better; of equal scores, the one with the higher
-        tie-breaker."""
-        loss = -figures.get("eval/loss", math.inf)
-        return (figures[self.judged], loss) if self.judged else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
         """Lengthen the interval of evaluations once, so that all evaluations of the run, including the last, take no

@@ -187,7 +187,14 @@ class ResumeCheck:
         if optimizer.stochastic_rounding:
             self.compare("rounding", DRAWS, refuse=False)
         self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
-        self.compare("machine", _machine(facts), refuse=False)
+        # What rounding depends on: the device, torch and its threads, and the packages that compute.
+        machine = {
+            "device": facts.device_name if facts.device == "cuda" else "cpu",
+            **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
+            **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
+            "torch": torch.__version__,
+        }
+        self.compare("machine", machine, refuse=False)
 
     def check_data(self, tables: Iterable[TokenTable], rate: float | None) -> None:
         """compare() the tokens of each training source, and the learning rate if it is `auto` in the recipe."""
@@ -254,20 +261,9 @@ def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
     }
 
 
-def _machine(facts: Facts) -> dict[str, str]:
-    """What rounding depends on: the device, torch and its threads, and the packages that compute."""
-    return {
-        "device": facts.device_name if facts.device == "cuda" else "cpu",
-        **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
-        **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
-        "torch": torch.__version__,
-    }
-
-
 def _weight_digests(model: ModelConfig) -> dict[str, str]:
     """A digest of each weights file of a local base model, from the file's size and samples of its content. Raises
-    StorageError if a file cannot be read. For a model from the hub, check_model() compares the revision.
-    """
+    StorageError if a file cannot be read. For a model from the hub, check_model() compares the revision."""
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
     for file in sorted(local.glob("*.safetensors")) if local else ():
@@ -314,8 +310,7 @@ def claim_folder(world: World, config: Config, recipe: dict[str, Any]) -> RunFol
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
     """The builder of the run in `folder`, and the check that a resumed run is the same run. In a resumed run each
-    `auto` keeps its decision from the start.
-    """
+    `auto` keeps its decision from the start."""
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
     check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
     undecided = config.data.packing == AUTO

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
-from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest
+from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest, read_config
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
 from fxtune.distributed.background import BackgroundGroup
@@ -51,8 +51,8 @@ class RunState:
         self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
         self.world, self.model = train_step.world, train_step.model.model
         self._weights = trained_weights(self.model)
-        recipe, ranks = config_digest(folder.first_config()), BackgroundGroup(self.world)
-        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, ranks)
+        recipe = config_digest(read_config(folder.path, "config-1.yaml") or folder.config)  # before it was extended
+        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, BackgroundGroup(self.world))
         self.checkpoints.prepare(self.weights(), train_step.keeps_rank_state)
         self.state = TrainState()
         self.saved = 0
@@ -96,25 +96,18 @@ class RunState:
         self.saved, self._saved_rows = saved.state.step, dict(saved.state.rows)
         return saved.state
 
-    def _load_rank_states(
-        self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
-    ) -> None:
-        """Restore the state that differs from rank to rank. `ranks`: this state by rank. `moments`: used for rank 0 if
-        `ranks` does not have it."""
-        if ranks and self.train_step.keeps_rank_state:
+    def _restore(self, saved: Checkpoint) -> None:
+        copy_weights(saved.weights, self.weights())
+        moments = stored.of_all_ranks(saved.moments)
+        self.optimizer.load(moments, saved.state.optimizer)
+        if (ranks := stored.by_rank(saved.moments)) and self.train_step.keeps_rank_state:
             states = {0: moments, **ranks}
-            self.train_step.load_rank_states([states[rank] for rank in range(len(states))], scalars)
+            self.train_step.load_rank_states([states[rank] for rank in range(len(states))], saved.state.optimizer)
             if len(states) != self.world.size:
                 self.note(
                     f"The run was saved by {len(states)} ranks and goes on with {self.world.size}. The separate state "
                     "of each rank cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
                 )
-
-    def _restore(self, saved: Checkpoint) -> None:
-        copy_weights(saved.weights, self.weights())
-        moments = stored.of_all_ranks(saved.moments)
-        self.optimizer.load(moments, saved.state.optimizer)
-        self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
         self.loss_scale.load(saved.state.loss_scale)
 
     def schedule(self, planned: Schedule) -> Schedule:
@@ -133,8 +126,7 @@ class RunState:
 
     def go_back(self, step: int) -> TrainState | None:
         """Restore weights, moments and the loss window from this run's checkpoint of `step`. The rest of the state
-        stays. Returns the state of the checkpoint, or None if it cannot be read.
-        """
+        stays. Returns the state of the checkpoint, or None if it cannot be read."""
         try:
             saved = self.checkpoints.read(step, self.weights(), with_moments=True)
         except ValueError as reason:
@@ -216,8 +208,7 @@ class RunState:
 
     def load_best(self) -> tuple[int, dict[str, Any]]:
         """Load the best weights by train.stop.metric for the export. Returns their step and its figures. If they have
-        no checkpoint, the last weights stay. Nothing is saved after this.
-        """
+        no checkpoint, the last weights stay. Nothing is saved after this."""
         step, best = self.state.step, self.state.best_step
         self.use_averages()
         if best in (None, step) or not self.checkpoints.config.keep_best:
@@ -241,8 +232,7 @@ class RunState:
     def check_room(self, steps: int, optimizer: OptimizerState, export_all: bool, evaluates: bool) -> None:
         """Raise StorageError if the disk has no room for the checkpoints of `steps` steps and the export: the whole
         model with `export_all`, otherwise the trained weights. `optimizer`: the state that it keeps. `evaluates`:
-        whether evaluations decide which weights are best.
-        """
+        whether evaluations decide which weights are best."""
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
             own = sum(local(weight).nbytes for weight in self.weights().values())
@@ -262,8 +252,7 @@ class RunState:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained parameters by name, as the model had them at the start. A divided module has other parameter
-        objects while its weights are gathered for a pass.
-        """
+        objects while its weights are gathered for a pass."""
         return self._weights
 
     def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.assemble import assemble
-from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora import families
 from fxtune.techniques.lora.families import MLP, mlp_activation
 
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh"}
@@ -170,7 +170,7 @@ def test_an_attention_is_fused_as_far_as_it_projects_its_own_input(forward, oper
 def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
     """Each family as if RoPE followed the projections; norms in between get weights that do not commute with it."""
     kind = FAMILIES[family]["model_type"]
-    monkeypatch.setattr(fuse, "ROPE_FOLLOWS", {kind})
+    monkeypatch.setattr(families, "ROPE_FOLLOWS", {kind})
     pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.liger.enabled, pipeline.liger.kernels = True, ["rope"]
     own_build = models.build

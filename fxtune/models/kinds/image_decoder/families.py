@@ -177,10 +177,6 @@ def _tiled(config: Any) -> EncoderShape:
     return replace(_squares(config), tiles=tiles)
 
 
-def _pooled(config: Any) -> EncoderShape:
-    return _encoder_shape(config, merged=float(config.vision_config.pooling_kernel_size**2))
-
-
 def _encoder_shape(config: Any, **more: Any) -> EncoderShape:
     vision = config.vision_config
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
@@ -217,7 +213,7 @@ FAMILIES: dict[str, Family] = {
         ("embed_vision",),
         example=_listed_patches,
         casts_pixels=False,
-        shape=_pooled,
+        shape=lambda config: _encoder_shape(config, merged=float(config.vision_config.pooling_kernel_size**2)),
         token_types="mm_token_type_ids",
         two_way=lambda config: config.text_config.use_bidirectional_attention == "vision",
     ),

@@ -88,8 +88,15 @@ class Backend:
                 f"{_dotted(first)} to below {_dotted(end)})",
                 "Use sdpa, or auto",
             )
-        if self.package is not None:
-            yield from _without_package(self.package, facts)
+        if (package := self.package) is not None:
+            version = facts.packages.get(package.name)
+            if package.name in facts.broken:
+                yield f"needs {package.name}, which {facts.lacks(package.name)}", "Use auto, or another backend"
+            elif version is None:
+                yield f"needs the package {package.name}", f"Install it: {package.install}"
+            elif package.version and version != package.version:
+                needs = f"needs {package.name} {package.version}, and {version} is installed"
+                yield needs, f"Install it: {package.install}"
         if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
             yield (
                 f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
@@ -172,16 +179,6 @@ class Backend:
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
         """The mask of whole rows that the backend needs, or None if it separates documents by `cu_seqlens`."""
         return None
-
-
-def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
-    version = facts.packages.get(package.name)
-    if package.name in facts.broken:
-        yield f"needs {package.name}, which {facts.lacks(package.name)}", "Use auto, or another backend"
-    elif version is None:
-        yield f"needs the package {package.name}", f"Install it: {package.install}"
-    elif package.version and version != package.version:
-        yield (f"needs {package.name} {package.version}, and {version} is installed", f"Install it: {package.install}")
 
 
 def offers(kind: str, flag: str) -> bool:

@@ -1,7 +1,6 @@
 """torch's scaled_dot_product_attention. On a GPU in half precision, torch's built-in FlashAttention-2 runs instead and
 reads the bounds of documents. In other cases transformers builds a mask. On a CPU, answers that share a prompt run
-one by one, by the plain reference of kernels/flash4.py.
-"""
+one by one, by the plain reference of kernels/flash4.py."""
 
 from __future__ import annotations
 

@@ -105,6 +105,8 @@ class Classification(GroupObjective):
                 raise ConfigError(
                     f"{table.name}: {where} no class {_list(_sorted(unknown))}. {change}, or correct the labels."
                 )
+        if twice := [one for one, count in Counter(classes).items() if count > 1]:
+            raise ConfigError(f"objective.labels names {_list(twice)} more than once. Name each class once.")
         if tables and (unseen := [one for one in classes if one not in seen]):
             raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
         if len(classes) < (1 if problem is Problem.multi_label else 2):

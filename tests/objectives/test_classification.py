@@ -198,7 +198,7 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
     path = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     base = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=torch.float32)
     model, tokenizer = PeftModel.from_pretrained(base, adapter).eval(), AutoTokenizer.from_pretrained(adapter)
-    texts = ["You idiots sent lamps to Rome.", "Free lamps for all in Rome!"]
+    texts = ["You idiots sent lamps to Rome.", "  Free lamps for all in Rome!  "]
     for folder, loaded in (
         ("run", model),
         ("run/merged", AutoModelForSequenceClassification.from_pretrained("run/merged", dtype=torch.float32).eval()),
@@ -213,6 +213,14 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
             wanted = {config.id2label[index]: share for index, share in enumerate(shares.tolist())}
             assert entry["labels"] == pytest.approx(wanted, abs=1e-2)
     assert "id2label" in Path("run/merged/README.md").read_text()
+    for refused, reason in (("", "a line for this model is a text"), ("red " * 600, "the model reads 512")):
+        capsys.readouterr()
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"Free lamps\n{refused}\nFree shirts\n"))
+        assert main(["chat", "run"]) == 3
+        said = capsys.readouterr()
+        assert "line 2 of the input" in said.err
+        assert reason in said.err
+        assert len(said.out.splitlines()) == 1
 
 
 def test_the_report_shows_figures_before_and_after_and_the_confusion_matrix(learned, monkeypatch):
@@ -440,6 +448,7 @@ def test_mistakes_are_refused_with_the_change(cwd, capsys):
     write(["a", "b"])
     assert "has the class c" in error(capsys, "objective.labels=[a,b,c]")
     assert "no class b" in error(capsys, "objective.labels=[a,c]")
+    assert "a more than once" in error(capsys, "objective.labels=[a,b,a]")
     assert "objective.class_weights" in error(capsys, "objective.class_weights={z: 2.0}")
     assert "objective.problem=single_label" in error(capsys, "objective.problem=regression")
     write(["a", "c"], "other.jsonl")

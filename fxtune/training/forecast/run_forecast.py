@@ -261,7 +261,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         feature_bytes,
         own * of_images,
         assumed.assumed,
-        list(few_steps(train, steps, rows, lengths.group)) if lengths else [],
+        list(few_steps(config, steps, rows, lengths.group)) if lengths else [],
     )
 
 

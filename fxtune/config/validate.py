@@ -171,6 +171,9 @@ class Validator:
                 return
             every, slot = slot, slot.chosen(value)
             for key, item in value.items():
+                if slot.container is dict and not isinstance(key, str):
+                    way = "put it in quotes" if self.from_file else f"write {name}.{_shown(key)}={_shown(item)}"
+                    self.add((*keys, str(key)), f"`{name}`: a name is text, and {_shown(key)} is not: {way}")
                 if isinstance(item, bool) and (below := slot.below(str(key))) and {"on", "off"} <= {*below.choices}:
                     item = value[key] = "on" if item else "off"  # YAML reads an unquoted `off` as false
                 if isinstance(item, str) and (below := slot.below(str(key))) and item in below.switches:

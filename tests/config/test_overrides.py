@@ -125,6 +125,7 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["techniques.lora.enabled=2"], "`techniques.lora.enabled` is"),
         (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
         (["+recipe=quickstart,qwen_lora"], "Add -m"),
+        (["+recipe=qwen_lora", "optimizer=sgd", "optimizer=muon"], "`optimizer` is chosen 2 times"),
         (["quickstart"], "write +recipe=quickstart"),
         (["docs.jsonl"], "data.sources.0.path=docs.jsonl"),
         (["docs"], "neither a command of fxtune nor key=value"),

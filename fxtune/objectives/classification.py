@@ -39,6 +39,8 @@ MOST_SHOWN = 12
 """Messages and the confusion matrix show at most this many classes."""
 BINS = 10
 """The number of bins of the expected calibration error."""
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that regression can learn."""
 ALL_ABOVE = 0.5
 """The threshold of a class until an evaluation has chosen one."""
 
@@ -288,6 +290,8 @@ def _with_numbers(table: TokenTable) -> TokenTable:
             f"{table.name}: a row has the label {word}, which is no number, and objective.problem=regression learns "
             "numbers. Correct it, or set objective.problem=single_label."
         ) from None
+    if far := [name for name, number in zip(table.label_names, numbers, strict=True) if abs(number) > LARGEST]:
+        raise ConfigError(f"{table.name}: a row has the label {float(far[0]):g}, too large for float32. Scale it.")
     return _relabelled(table, numbers, [])
 
 

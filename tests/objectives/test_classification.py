@@ -59,7 +59,7 @@ def error(capsys, *words: str) -> str:
     [
         *(("spam", "spam"), (" spam ", "spam"), (1, "1"), ("1", "1"), (1.0, "1"), ("1.0", "1"), (0.25, "0.25")),
         *((True, "true"), (-3, "-3"), ("007", "007"), (["b", "a", "b"], '["a", "b"]'), ('["b", 1]', '["1", "b"]')),
-        *(([], "[]"), (1e-5, "0.00001"), ("1e-05", "0.00001")),
+        *(([], "[]"), (1e-5, "0.00001"), ("1e-05", "0.00001"), ("9007199254740993", "9007199254740993"), ("-0", "0")),
     ],
 )
 def test_a_label_has_one_name_however_it_is_written(given, name):
@@ -458,8 +458,14 @@ def test_mistakes_are_refused_with_the_change(cwd, capsys):
     assert "objective.problem=multi_label" in error(capsys, "objective.problem=single_label")
     write(["a", float("nan")])
     assert "rows.jsonl:2: label is nan" in error(capsys)
+    write([0.5, 1e39])
+    assert "has the label 1e+39" in error(capsys)
     write_jsonl(Path("rows.jsonl"), [{"text": "a b c"}] * 8)
     assert "label" in error(capsys)
+    write(["a", None])
+    assert "rows.jsonl:2: label is null" in error(capsys)
+    write_jsonl(Path("rows.jsonl"), [{"text": 7, "label": "a"}] * 8)
+    assert "rows.jsonl:1: text is a number" in error(capsys)
 
 
 def test_a_classifier_is_trained_further_and_others_are_refused(learned, monkeypatch, capsys):

@@ -325,7 +325,8 @@ def _of_another_variant(section: Slot, keys: Keys, name: str) -> str:
     """The message that `keys` belong to other variants of the section than the chosen variant `name`."""
     owner, key = ".".join(keys[:-1]), keys[-1]
     having = [other for other in section.variants if Slot(section.variants[other]).below(key) is not None]
-    return f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}: leave it out"
+    chosen = f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}"
+    return f"{chosen}: leave it out, or choose another {owner}"
 
 
 def expected(slot: Slot) -> str:

@@ -116,6 +116,7 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["optimizer@model=sgd"], "cannot move it"),
         (["data.sources.0.path=a(b.jsonl"], "Quote the value twice"),
         (["techniques.lora.train_tokens=[<|a|>, b]"], """'techniques.lora.train_tokens=["<|a|>","b"]'"""),
+        (["objective.pool=mean"], "objective=causal_lm: leave it out, or choose another objective"),
         (["data.sources=[{'path': a.jsonl}]"], "Write 'data.sources=[{path: a.jsonl}]'"),
         (["techniques.lora.rank_pattern={7: 8}"], "write techniques.lora.rank_pattern.7=8"),
         (["run.name=${run.nam}"], "did you mean `run.name`?"),

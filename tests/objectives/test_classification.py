@@ -422,11 +422,13 @@ def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):
 def test_a_run_says_what_it_cuts_and_which_texts_have_two_labels(cwd, capsys):
     rows = write(["a", "b"])
     long = {"text": " ".join(WORDS * 9), "label": "a"}
-    write_jsonl(Path("rows.jsonl"), [*rows, long, {"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}])
+    odd = [{"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}, {"text": "red", "label": "B"}]
+    write_jsonl(Path("rows.jsonl"), [*rows, long, *odd])
     run("data.eval_fraction=0")
     out = " ".join(capsys.readouterr().out.split())
     assert "rows.jsonl: 1 document longer than 64 tokens was truncated" in out
     assert "rows.jsonl: 1 texts have several rows with different labels" in out
+    assert "labels: B, b differ in upper and lower case" in out
 
 
 @pytest.mark.parametrize("labels", [["b", "a"], [["a"], ["a", "b"], []]], ids=["single", "multi"])

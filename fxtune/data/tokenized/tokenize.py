@@ -44,7 +44,7 @@ from fxtune.system.terminal.units import counted
 from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 13
-"""Part of the cache's key. Raise it when the code makes other tokens or labels of the same row, or refuses other rows."""
+"""Part of the cache's key. Raise it when the code makes other tokens or labels of a row, or refuses other rows."""
 SPLIT_VERSION = 2
 """Part of the cache's key for tables of split chats. Raise it when the code splits chats differently."""
 SHORTEN_VERSION = 1

@@ -41,6 +41,8 @@ from fxtune.techniques.base import Evidence
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe, with `overrides` as they are typed on the command line. Raises ConfigError."""
     overrides = [overrides] if isinstance(overrides, str) else overrides
+    if isinstance(overrides, dict) or not all(isinstance(text, str) for text in overrides):
+        raise ConfigError('overrides are a list of texts, each as on the command line: ["optimizer.lr=1e-3"].')
     try:
         return compose.load([compose.path_override("+recipe", recipe), *overrides])
     except ConfigError as error:
@@ -102,6 +104,8 @@ def plan(
     from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
     config = _config(recipe, overrides)
+    if type(gpus) is not int or gpus < 1:
+        raise ConfigError(f"gpus={gpus!r}: give a whole number, 1 or more.")
     card = machine(gpu, 128, config.run.memory_gib)
     config, lengths = with_lengths(config, card, tokens)
     return forecast_run(config, card, gpus, None if isinstance(lengths, str) else lengths)

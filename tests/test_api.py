@@ -121,6 +121,12 @@ def test_a_mistake_raises_what_the_command_prints():
         setattr(node, name, 1)
         with pytest.raises(ConfigError, match="unknown key"):
             fxtune.train(config)
+    for overrides in ({"optimizer.lr": 1e-3}, ["optimizer.lr=1e-3", 1]):
+        with pytest.raises(ConfigError, match="overrides"):
+            fxtune.load_recipe("quickstart", overrides)
+    for gpus in (0, "2"):
+        with pytest.raises(ConfigError, match="gpus"):
+            fxtune.plan("quickstart", gpus=gpus)
     config = fxtune.load_recipe("quickstart", "train.epochs=1")
     config.optimizer.lr = -1.0
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):

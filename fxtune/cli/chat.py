@@ -110,7 +110,8 @@ def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
         say(f"{', a tab and '.join(classifier.parts).capitalize()} a line; Ctrl-D ends.")
     read: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(), 1):
-        if text := line.strip():
+        # Blanks at the edges stay, because training learns a text with them.
+        if (text := line.rstrip("\r\n")).strip() or not sys.stdin.isatty():
             try:
                 found = classifier.read(text)
             except DataError as reason:

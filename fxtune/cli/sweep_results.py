@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import write_json
+from fxtune.checkpoint.run_folder import ABOUT, write_json
 from fxtune.reports.held_out import measures
+from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal import console
 
 FILE = "sweep.json"
@@ -54,7 +55,16 @@ def show_results(runs: list[SweepRun], folder: Path) -> None:
         for run in runs
     ]
     console.say(console.table(f"Sweep of {len(runs)} runs", ["run", *shown, "folder"], rows))
+    if len(set(map(_held_out, runs)) - {None}) > 1:
+        console.say("Their held-out documents or tokens differ, so their held-out losses cannot be compared.")
     write_json(folder / FILE, {"runs": [asdict(run) for run in runs]})
+
+
+def _held_out(run: SweepRun) -> tuple[int, int] | None:
+    """The run's held-out documents and their supervised tokens; None: it has no held-out loss."""
+    file = Path(run.folder) / ABOUT
+    held_out = read_json(file).get("held_out") if run.value("held-out loss") is not None and file.is_file() else None
+    return held_out and (held_out["documents"], held_out["supervised_tokens"])
 
 
 def _text(value: float | None) -> str:

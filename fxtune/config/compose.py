@@ -72,6 +72,10 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
             choices.append(choice)
         except ConfigError as error:
             problems.append(str(error))
+    chosen = [choice.key for choice in choices if choice.kind in (ChoiceKind.recipe, ChoiceKind.group)]
+    for key in sorted({key for key in chosen if chosen.count(key) > 1}):
+        joined = "; +recipe=[a,b] joins recipes" if key == "recipe" else ""
+        problems.append(f"{COMMAND_LINE}: `{key}` is chosen {chosen.count(key)} times: keep one{joined}")
     refuse(problems)
     if multirun:  # the recipes' grids apply, except for keys that the command line sets
         set_here = {choice.key for choice in choices}

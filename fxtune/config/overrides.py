@@ -287,6 +287,8 @@ class RecipeStore:
             quoted = f"\"{key}='{value}'\""
             if value[:1] + value[-1:] == "[]" and not set(value) & set("\"'{"):
                 quoted = f"'{key}=[{','.join(json.dumps(entry.strip()) for entry in value[1:-1].split(','))}]'"
+            if (plain := re.sub(r"""([{,]\s*)(["'])([^"']*)\2(?=\s*:)""", r"\1\3", value)) != value:
+                return f"`{text}` cannot be read: names in {{}} have no quotes here. Write '{key}={plain}'"
             return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
         if text in self.paths or text.endswith(discovery.ENDINGS):
             return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"

@@ -171,6 +171,9 @@ class Validator:
                 return
             every, slot = slot, slot.chosen(value)
             for key, item in value.items():
+                if slot.container is dict and not isinstance(key, str):
+                    way = "put it in quotes" if self.from_file else f"write {name}.{_shown(key)}={_shown(item)}"
+                    self.add((*keys, str(key)), f"`{name}`: a name is text, and {_shown(key)} is not: {way}")
                 if isinstance(item, bool) and (below := slot.below(str(key))) and {"on", "off"} <= {*below.choices}:
                     item = value[key] = "on" if item else "off"  # YAML reads an unquoted `off` as false
                 if isinstance(item, str) and (below := slot.below(str(key))) and item in below.switches:
@@ -322,7 +325,8 @@ def _of_another_variant(section: Slot, keys: Keys, name: str) -> str:
     """The message that `keys` belong to other variants of the section than the chosen variant `name`."""
     owner, key = ".".join(keys[:-1]), keys[-1]
     having = [other for other in section.variants if Slot(section.variants[other]).below(key) is not None]
-    return f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}: leave it out"
+    chosen = f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}"
+    return f"{chosen}: leave it out, or choose another {owner}"
 
 
 def expected(slot: Slot) -> str:

@@ -92,7 +92,7 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     print_lengths(data.tables, console)
     print_forecast(stage.facts, data.training, console)
     summary = data.training.summary()
-    few = few_steps(config.train, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
+    few = few_steps(config, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
     notes = [*stage.notes, *data_notes(config, data), *few]
     if data.evaluation:
         notes = [*notes, held_out_note(data.evaluation)]

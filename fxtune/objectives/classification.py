@@ -39,6 +39,8 @@ MOST_SHOWN = 12
 """Messages and the confusion matrix show at most this many classes."""
 BINS = 10
 """The number of bins of the expected calibration error."""
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that regression can learn."""
 ALL_ABOVE = 0.5
 """The threshold of a class until an evaluation has chosen one."""
 
@@ -105,6 +107,8 @@ class Classification(GroupObjective):
                 raise ConfigError(
                     f"{table.name}: {where} no class {_list(_sorted(unknown))}. {change}, or correct the labels."
                 )
+        if twice := [one for one, count in Counter(classes).items() if count > 1]:
+            raise ConfigError(f"objective.labels names {_list(twice)} more than once. Name each class once.")
         if tables and (unseen := [one for one in classes if one not in seen]):
             raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
         if len(classes) < (1 if problem is Problem.multi_label else 2):
@@ -161,6 +165,11 @@ class Classification(GroupObjective):
         shown = _list([f"{one} ({counts[one]:,})" for one in classes])
         same = '; 1 and "1" are one label' if any(map(NUMBER.fullmatch, classes)) else ""
         lines = [f"labels: {len(classes):,} classes, {shown}{same}"]
+        folded = Counter(map(str.casefold, classes))
+        if alike := [one for one in classes if folded[one.casefold()] > 1]:
+            lines.append(
+                f"labels: {_list(alike)} differ in upper and lower case alone, and each is a class of its own"
+            )
         if lone := [one for one in classes if counts[one] == 1]:
             lines.append(f"labels: one row alone has the class {_list(lone)}: nothing of it can be held out")
         return made, lines
@@ -286,6 +295,8 @@ def _with_numbers(table: TokenTable) -> TokenTable:
             f"{table.name}: a row has the label {word}, which is no number, and objective.problem=regression learns "
             "numbers. Correct it, or set objective.problem=single_label."
         ) from None
+    if far := [name for name, number in zip(table.label_names, numbers, strict=True) if abs(number) > LARGEST]:
+        raise ConfigError(f"{table.name}: a row has the label {float(far[0]):g}, too large for float32. Scale it.")
     return _relabelled(table, numbers, [])
 
 

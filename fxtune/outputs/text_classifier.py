@@ -13,6 +13,7 @@ from fxtune.data.chat.template_source import write_pair
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.formats.values import unicode_fault
 from fxtune.errors import ConfigError, DataError
+from fxtune.models.dims import position_limit
 from fxtune.models.kinds.scorer import RELEVANCE_LABEL, SCORE_LABEL, Scorer
 from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
@@ -66,14 +67,18 @@ class TextClassifier:
     @torch.inference_mode()
     def read(self, line: str) -> dict[str, float]:
         """The share of each class, the largest first; or the score of a line under the name of its label. Raises
-        DataError if the line has other texts than the model reads, or bytes that are not UTF-8."""
+        DataError if the line has other texts or more tokens than the model reads, or bytes that are not UTF-8."""
         if fault := unicode_fault(line):
             raise DataError(fault)
         texts = line.split("\t") if len(self.parts) > 1 or self.are_chats else [line]
         if not all(map(str.strip, texts)) or (len(texts) != len(self.parts) and not self.are_chats):
             raise DataError(f"a line for this model is {', a tab and '.join(self.parts)}")
-        ids = torch.tensor([self._ids(*texts)], device=next(self.model.parameters()).device)
-        numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
+        read, config = self._ids(*texts), self.model.config
+        limit = position_limit(config.get_text_config().to_dict())
+        if limit and len(read) > limit:
+            raise DataError(f"the line has {len(read):,} tokens, and the model reads {limit:,}: shorten it")
+        ids = torch.tensor([read], device=next(self.model.parameters()).device)
+        numbers = self.model(input_ids=ids).logits[0].float()
         if config.problem_type == SINGLE:
             numbers = numbers.softmax(-1)
         elif self.thresholds:

@@ -49,3 +49,17 @@ def test_the_measures_of_an_objective_are_columns(tmp_path, capsys):
     lines = [line.replace("│", " ").replace("┃", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["run", "held-out", "loss", "training", "loss", "f1", "folder"] in lines
     assert ["optimizer.lr=0.1", "0.7500", "0.5000", "0.8750", "one"] in lines
+
+
+def test_runs_with_other_held_out_tokens_are_said_to_be_incomparable(tmp_path, capsys):
+    runs = []
+    for name, tokens in ("a", 189), ("b", 189), ("c", 21):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "about.json").write_text(
+            json.dumps({"held_out": {"documents": 11, "supervised_tokens": tokens}})
+        )
+        runs.append(SweepRun(name, str(tmp_path / name), figures={"eval/loss": 1.0}))
+    show_results(runs[:2], tmp_path)
+    assert "cannot be compared" not in capsys.readouterr().out
+    show_results(runs, tmp_path)
+    assert "cannot be compared" in capsys.readouterr().out

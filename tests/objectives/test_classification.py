@@ -59,7 +59,7 @@ def error(capsys, *words: str) -> str:
     [
         *(("spam", "spam"), (" spam ", "spam"), (1, "1"), ("1", "1"), (1.0, "1"), ("1.0", "1"), (0.25, "0.25")),
         *((True, "true"), (-3, "-3"), ("007", "007"), (["b", "a", "b"], '["a", "b"]'), ('["b", 1]', '["1", "b"]')),
-        *(([], "[]"), (1e-5, "0.00001"), ("1e-05", "0.00001")),
+        *(([], "[]"), (1e-5, "0.00001"), ("1e-05", "0.00001"), ("9007199254740993", "9007199254740993"), ("-0", "0")),
     ],
 )
 def test_a_label_has_one_name_however_it_is_written(given, name):
@@ -198,7 +198,7 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
     path = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     base = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=torch.float32)
     model, tokenizer = PeftModel.from_pretrained(base, adapter).eval(), AutoTokenizer.from_pretrained(adapter)
-    texts = ["You idiots sent lamps to Rome.", "Free lamps for all in Rome!"]
+    texts = ["You idiots sent lamps to Rome.", "  Free lamps for all in Rome!  "]
     for folder, loaded in (
         ("run", model),
         ("run/merged", AutoModelForSequenceClassification.from_pretrained("run/merged", dtype=torch.float32).eval()),
@@ -213,6 +213,14 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
             wanted = {config.id2label[index]: share for index, share in enumerate(shares.tolist())}
             assert entry["labels"] == pytest.approx(wanted, abs=1e-2)
     assert "id2label" in Path("run/merged/README.md").read_text()
+    for refused, reason in (("", "a line for this model is a text"), ("red " * 600, "the model reads 512")):
+        capsys.readouterr()
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"Free lamps\n{refused}\nFree shirts\n"))
+        assert main(["chat", "run"]) == 3
+        said = capsys.readouterr()
+        assert "line 2 of the input" in said.err
+        assert reason in said.err
+        assert len(said.out.splitlines()) == 1
 
 
 def test_the_report_shows_figures_before_and_after_and_the_confusion_matrix(learned, monkeypatch):
@@ -414,11 +422,13 @@ def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):
 def test_a_run_says_what_it_cuts_and_which_texts_have_two_labels(cwd, capsys):
     rows = write(["a", "b"])
     long = {"text": " ".join(WORDS * 9), "label": "a"}
-    write_jsonl(Path("rows.jsonl"), [*rows, long, {"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}])
+    odd = [{"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}, {"text": "red", "label": "B"}]
+    write_jsonl(Path("rows.jsonl"), [*rows, long, *odd])
     run("data.eval_fraction=0")
     out = " ".join(capsys.readouterr().out.split())
     assert "rows.jsonl: 1 document longer than 64 tokens was truncated" in out
     assert "rows.jsonl: 1 texts have several rows with different labels" in out
+    assert "labels: B, b differ in upper and lower case" in out
 
 
 @pytest.mark.parametrize("labels", [["b", "a"], [["a"], ["a", "b"], []]], ids=["single", "multi"])
@@ -440,6 +450,7 @@ def test_mistakes_are_refused_with_the_change(cwd, capsys):
     write(["a", "b"])
     assert "has the class c" in error(capsys, "objective.labels=[a,b,c]")
     assert "no class b" in error(capsys, "objective.labels=[a,c]")
+    assert "a more than once" in error(capsys, "objective.labels=[a,b,a]")
     assert "objective.class_weights" in error(capsys, "objective.class_weights={z: 2.0}")
     assert "objective.problem=single_label" in error(capsys, "objective.problem=regression")
     write(["a", "c"], "other.jsonl")
@@ -449,8 +460,14 @@ def test_mistakes_are_refused_with_the_change(cwd, capsys):
     assert "objective.problem=multi_label" in error(capsys, "objective.problem=single_label")
     write(["a", float("nan")])
     assert "rows.jsonl:2: label is nan" in error(capsys)
+    write([0.5, 1e39])
+    assert "has the label 1e+39" in error(capsys)
     write_jsonl(Path("rows.jsonl"), [{"text": "a b c"}] * 8)
     assert "label" in error(capsys)
+    write(["a", None])
+    assert "rows.jsonl:2: label is null" in error(capsys)
+    write_jsonl(Path("rows.jsonl"), [{"text": 7, "label": "a"}] * 8)
+    assert "rows.jsonl:1: text is a number" in error(capsys)
 
 
 def test_a_classifier_is_trained_further_and_others_are_refused(learned, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class LabelledFormat(RowFormat):
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         given = next((row[name] for name in LABELS if row.get(name) is not None), None)
         if given is None:
-            raise RowError(f"the row has no `label`; {_renaming(row)}")
+            raise RowError(_lacking(row, LABELS, "a word, a number or a list of them"))
         label = label_name(given)
         chat = next((chat for chat in CHATS if chat.fits(row)), None)
         if chat is not None:
@@ -59,7 +59,7 @@ class LabelledFormat(RowFormat):
             assert isinstance(content, Conversation)
             return Labelled(content, label)
         if not (names := _texts(row)):
-            raise RowError(f"the row has no `text`; {_renaming(row)}")
+            raise RowError(_lacking(row, TEXTS, "a string"))
         texts = [require_words(row[name], name) for name in names]
         second = texts[1] if len(texts) > 1 else None
         return Labelled(PlainText(texts[0], second=second, as_tokenized=True), label)
@@ -71,8 +71,12 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return pair or tuple(name for name in TEXTS if isinstance(row.get(name), str))[:1]
 
 
-def _renaming(row: Mapping[str, Any]) -> str:
-    return f"its columns are {', '.join(map(short, row))}, and the source's `columns` renames columns"
+def _lacking(row: Mapping[str, Any], names: Sequence[str], wanted: str) -> str:
+    """The reason why no column of `names` can be read."""
+    if named := next((name for name in names if name in row), None):
+        return f"{named} is {type_name(row[named])}, not {wanted}"
+    columns = ", ".join(map(short, row))
+    return f"the row has no `{names[0]}`; its columns are {columns}, and the source's `columns` renames columns"
 
 
 def label_name(label: Any) -> str:
@@ -90,9 +94,11 @@ def label_name(label: Any) -> str:
         if not NUMBER.fullmatch(text):
             return text
         label = float(text)
+        if math.isfinite(label) and text.lstrip("-").isdigit():
+            label = int(text)  # a float has 16 digits, and an id may have more
     if not isinstance(label, (int, float)):
         raise RowError(f"label is {type_name(label)}, not a word, a number or a list of them")
-    if not math.isfinite(label):
+    if isinstance(label, float) and not math.isfinite(label):
         raise RowError(f"label is {short(label)}: a row needs a finite number or a word")
     return str(int(label)) if label == int(label) else np.format_float_positional(label)
 

@@ -43,8 +43,8 @@ from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import counted
 from fxtune.upstream.transformers import import_code_of_models
 
-ENCODING_VERSION = 12
-"""Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
+ENCODING_VERSION = 13
+"""Part of the cache's key. Raise it when the code makes other tokens or labels of a row, or refuses other rows."""
 SPLIT_VERSION = 2
 """Part of the cache's key for tables of split chats. Raise it when the code splits chats differently."""
 SHORTEN_VERSION = 1

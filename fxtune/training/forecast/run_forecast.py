@@ -258,7 +258,7 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
         feature_bytes,
         own * of_images,
         assumed.assumed,
-        list(few_steps(train, steps, rows, lengths.group)) if lengths else [],
+        list(few_steps(config, steps, rows, lengths.group)) if lengths else [],
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fxtune.config.root import TrainConfig
+from fxtune.config.root import Config
 from fxtune.system.terminal.units import counted
 
 FEW = 50
@@ -21,13 +21,16 @@ ENOUGH = 100
 EPOCHS = 4
 
 
-def few_steps(train: TrainConfig, steps: int | None, epoch_rows: float, group: int = 1) -> Iterator[str]:
+def few_steps(config: Config, steps: int | None, epoch_rows: float, group: int = 1) -> Iterator[str]:
     """Yield a line if `steps` are too few to learn from. `epoch_rows`: the rows of the run's data; `group`: how many
     of them must be in one micro-batch, such as the two rows of a pair without packing. Yields nothing if the user
-    chose the number of steps (train.max_steps) or a batch that grows."""
+    chose the number of steps (train.max_steps) or a batch that grows. The batch stays if the objective compares
+    documents with the others of their step (Needs.whole_step)."""
+    train = config.train
     if steps is None or steps >= FEW or train.max_steps is not None or train.batch_ramp:
         return
     epochs, rows = train.epochs or 1.0, train.global_batch_size
+    group = rows if config.objective.needs.whole_step else group
     sizes = [size for size in range(rows, 0, -1) if rows % size == size % group == 0]
     size = next((size for size in sizes if epochs * epoch_rows / size >= ENOUGH), group)
     if (needed := epochs * epoch_rows / size) < ENOUGH and epochs < EPOCHS:

@@ -142,7 +142,7 @@ def conclusion(
         yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"
     yield from forgotten(figures)
     summary = data.training.summary()
-    yield from few_steps(config.train, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
+    yield from few_steps(config, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
     if proof.asked is not None and proof.ended_after is None:
         yield (
             f"The {'adapter' if config.techniques.lora.enabled else 'model'} has not learned to end: "
@@ -175,7 +175,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"{counted(summary['steps'], f'steps of {data.training.step_rows}')}, {summary['epochs']:.2f} epochs; "
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
-    yield from few_steps(config.train, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
+    yield from few_steps(config, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
     alone = facts.device == "cpu" and builder.world.size == 1
     decided, passes = replace(facts, techniques=builder.techniques), builder.config.objective.forward_passes
     if config.objective.needs.rollouts:

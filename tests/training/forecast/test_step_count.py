@@ -8,7 +8,8 @@ import pytest
 from support.cases import slow_but
 
 from fxtune.cli.main import main
-from fxtune.config.root import TrainConfig
+from fxtune.config.root import Config, TrainConfig
+from fxtune.objectives.embedding import Embedding
 from fxtune.training.forecast.step_count import few_steps
 
 
@@ -26,7 +27,7 @@ from fxtune.training.forecast.step_count import few_steps
 def test_too_few_steps_are_named_with_what_gives_more(micro, rows, epochs, epoch_rows, named):
     train = TrainConfig(micro_batch_size=micro, global_batch_size=rows, epochs=epochs)
     steps = max(1, round((epochs or 1.0) * epoch_rows / rows))
-    (line,) = few_steps(train, steps, epoch_rows)
+    (line,) = few_steps(Config(train=train), steps, epoch_rows)
     unchanged, _, changed = named.rpartition("|")
     assert changed in line
     assert not unchanged or unchanged not in line
@@ -34,15 +35,22 @@ def test_too_few_steps_are_named_with_what_gives_more(micro, rows, epochs, epoch
 
 
 def test_pairs_of_two_rows_stay_together():
-    (line,) = few_steps(TrainConfig(micro_batch_size=2, global_batch_size=16), 15, 240, group=2)
+    (line,) = few_steps(Config(train=TrainConfig(micro_batch_size=2, global_batch_size=16)), 15, 240, group=2)
     assert "global_batch_size=2 gives 120 steps" in line
     assert "micro_batch_size" not in line
 
 
 def test_enough_steps_and_a_chosen_number_are_not_spoken_of():
-    assert not list(few_steps(TrainConfig(global_batch_size=4), 87, 347))
-    assert not list(few_steps(TrainConfig(global_batch_size=16, max_steps=2), 2, 32))
-    assert not list(few_steps(TrainConfig(global_batch_size=16), None, 32))
+    assert not list(few_steps(Config(train=TrainConfig(global_batch_size=4)), 87, 347))
+    assert not list(few_steps(Config(train=TrainConfig(global_batch_size=16, max_steps=2)), 2, 32))
+    assert not list(few_steps(Config(train=TrainConfig(global_batch_size=16)), None, 32))
+
+
+def test_a_batch_whose_documents_are_compared_with_each_other_stays():
+    config = Config(objective=Embedding(), train=TrainConfig(micro_batch_size=4, global_batch_size=16))
+    (line,) = few_steps(config, 15, 240)
+    assert "batch_size" not in line
+    assert "train.epochs=4 gives 60 steps" in line
 
 
 @pytest.mark.parametrize(

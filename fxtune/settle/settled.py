@@ -180,7 +180,8 @@ def settle_here(config: Config, world: World, ranks: int | None = None, determin
     with import_ahead(machine, [name for name, _ in config.techniques.enabled()]) as imported:
 
         def tries(machine: MachineFacts, packages: Iterable[str], heads: Heads) -> dict[str, str]:
-            by_rank = world.gather(unusable(machine, packages, heads, imported), "trying packages")
+            broken_here = unusable(machine, packages, heads, imported, bool(config.techniques.compile.enabled))
+            by_rank = world.gather(broken_here, "trying packages")
             return {name: why for broken in by_rank for name, why in broken.items()}
 
         return settle(config, machine, ranks, world.size, tries, deterministic=deterministic)

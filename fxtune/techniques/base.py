@@ -34,6 +34,8 @@ class Evidence:
     """Whether the observation shows that the request was met."""
     key: str = ""
     """The technique and its option that was observed, such as `liger.rope`; empty: the technique as a whole."""
+    lasting: bool = True
+    """Whether later starts may take it from a cache."""
 
 
 @dataclass

@@ -40,6 +40,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fxtune.distributed.ranks import process_rank
 from fxtune.system.machine import facts as system_facts
 from fxtune.system.machine.facts import APEX, MachineFacts
 from fxtune.system.machine.host import cache_home
@@ -60,6 +61,8 @@ PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM", re.
 """Errors after which another check may succeed within a minute."""
 RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
+UNUSED = "unused"
+"""The state of a package that an earlier run on this machine has imported ahead and not checked."""
 METADATA = ".dist-info"
 """The suffix of the folder that an installer writes beside a package, NAME-VERSION.dist-info."""
 Check = list[process_group.Captured]
@@ -114,22 +117,28 @@ def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
 def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dict[str, Check]]:
     """A context manager that starts the processes of each large package that `techniques` may use and that has no
     recorded result. Each process imports its package and waits until unusable() runs the check in it; a check that
-    does not depend on the model begins at once. A process that is not used ends with the context."""
+    does not depend on the model begins at once. A process that is not used ends with the context, and on this machine
+    it does not start ahead again."""
+    from fxtune.system.files.atomic_files import add_cached, json_or_empty
+
     names = [name for name, package in CHECKS.items() if name in facts.packages and package.technique in techniques]
-    recorded = _recorded(names, facts.device_name) if facts.device == "cuda" and names else names
-    waiting = {name: _start_all(name) for name in names if name not in recorded}
+    recorded = {*_recorded(names, facts.device_name)} if facts.device == "cuda" and names else {*names}
+    file, keys = cache_home() / RESULTS, _keys((name for name in names if name not in recorded), facts.device_name)
+    known = json_or_empty(file) if keys else {}
+    waiting = {name: _start_all(name) for name, key in keys.items() if f"{UNUSED} {key}" not in known}
     try:
         yield waiting
     finally:
         for process in itertools.chain(*waiting.values()):
             process.end()
+        if waiting:
+            add_cached(file, {f"{UNUSED} {keys[name]}": {"state": UNUSED, "seen": "", "at": 0.0} for name in waiting})
 
 
 def _start_all(name: str) -> Check:
     """The process of the check `name`, and behind it, on a machine's first rank, the processes that compile its groups
     of kernels."""
-    waits, parts = ["waits"] * CHECKS[name].takes_heads, CHECKS[name].parts
-    parts = 0 if int(os.environ.get("LOCAL_RANK", 0)) else parts
+    waits, parts = ["waits"] * CHECKS[name].takes_heads, 0 if process_rank().local_rank else CHECKS[name].parts
     return [_start(name, "gpu", *waits), *(_start(name, "gpu", "waits", str(part)) for part in range(parts))]
 
 
@@ -138,15 +147,15 @@ def _start(name: str, *options: str) -> process_group.Captured:
 
 
 def _answer(processes: Check, heads: Heads, timeout: float) -> dict[str, Any]:
-    """The result of a check, which begins when all groups of its kernels have compiled. An error of a group shows in
-    the check, which then compiles the kernels itself."""
-    check, *parts = processes
+    """The result of a check within `timeout` seconds. A check that waits begins when all groups of its kernels have
+    compiled. An error of a group shows in the check, which then compiles the kernels itself."""
+    (check, *parts), until = processes, time.monotonic() + timeout
     for part in parts:
         part.tell(json.dumps(asdict(heads)) + "\n")
     for part in parts:
-        part.result(timeout)
+        part.result(max(until - time.monotonic(), 0.0))
     check.tell(json.dumps(asdict(heads)) + "\n")
-    code, output, _ = check.result(timeout)
+    code, output, _ = check.result(max(until - time.monotonic(), 0.0))
     lines = output.strip().splitlines() or ["no message"]
     if code is None:
         return {"state": "broken", "seen": f"no answer within {timeout:g} s"}
@@ -163,16 +172,18 @@ def unusable(
     packages: Iterable[str],
     heads: Heads = SOME_HEADS,
     ahead: dict[str, Check] | None = None,
+    compiles: bool = False,
 ) -> dict[str, str]:
     """Check `packages`, and return the reason for each one that is installed but does not work on this device. Facts
     that this process collects later count these packages as missing.
 
-    `heads`: the heads of the run's model. `ahead`: the processes of import_ahead(); a check takes its process out.
+    `heads`: the heads of the run's model. `ahead`: the processes of import_ahead(); a check takes its processes
+    out. `compiles`: whether the run will import the compiler, which it then does while checks run.
     """
     names = {name: "apex" if name == APEX else name for name in packages if name in facts.packages}
     checks = list(names.values())
     if facts.device == "cuda":
-        answers = _check_on_gpu(checks, facts, heads, {} if ahead is None else ahead)
+        answers = _check_on_gpu(checks, facts, heads, {} if ahead is None else ahead, compiles)
     else:
         answers = {name: _check_here(name) for name in checks}
     broken = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
@@ -200,13 +211,11 @@ def _check_here(name: str) -> dict[str, Any]:
 
 
 def _check_on_gpu(
-    names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, Check]
+    names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, Check], compiles: bool
 ) -> dict[str, dict[str, Any]]:
     """The results of checks, recorded ones if there are any. Other checks run in separate processes, because a faulty
     kernel ends all work of its process on the GPU.
     """
-    from fxtune.upstream.torch import import_compiler  # imported here because it imports torch
-
     answers = _recorded(names, facts.device_name, heads)
     if missing := [name for name in names if name not in answers]:
         with (
@@ -215,7 +224,10 @@ def _check_on_gpu(
         ):
             checks = [ahead.pop(name) if name in ahead else _start_all(name) for name in missing]
             answered = pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks)
-            import_compiler()  # the run will import it, and has nothing else to do now
+            if compiles:
+                from fxtune.upstream.torch import import_compiler  # imported here because it imports torch
+
+                import_compiler()
             results = list(answered)
         answers |= record(dict(zip(missing, results, strict=True)), facts.device_name, heads)
     return answers

@@ -409,8 +409,7 @@ class RunBuilder:
             file = kept_proofs.proof_file(self.config, self.hf_config, self.facts, self.techniques)
             kept = {} if anew else kept_proofs.read_kept(file)
             verify = partial(self.techniques.verify, model.prepared, probe, kept)
-            first = None if "compile" in kept else self._first_pass(model, plan)
-            model.prepared.first_pass = first
+            model.prepared.first_pass = first = self._first_pass(model, plan)
             seen = catch_out_of_memory(verify) if first else verify()
             model.prepared.first_pass = None
             if isinstance(seen, MemoryExhausted):  # then the small row is compiled, and training halves its rows

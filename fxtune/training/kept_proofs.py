@@ -1,9 +1,9 @@
 """Keeps evidence of earlier starts, so that later starts of the same recipe need not observe it again.
 
-Which operators run, whether they are compiled, which documents they keep apart and what layers save for the backward
-pass follows from the model, the options, the code, the packages and the card. If a part of this key changes, the
-techniques in KEPT are observed again. `fxtune verify` observes them each time. Proofs of values (the loss, adapters,
-quantized weights, experts) run in each start. The report of torch.compile counts graphs and their breaks in each run.
+Which operators run, which documents they keep apart and what layers save for the backward pass follows from the
+model, the options, the code, the packages and the card. If a part of this key changes, the techniques in KEPT are
+observed again. `fxtune verify` observes them each time. Proofs of values (the loss, adapters, quantized weights,
+experts) run in each start, and torch.compile is observed in each start, because its compilers can fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.package_checks import environment_digest
 from fxtune.techniques.pipeline import Pipeline
 
-KEPT = ("attention", "checkpointing", "compile", "liger")
+KEPT = ("attention", "checkpointing", "liger")
 """The techniques whose evidence is kept."""
 VARIABLES = ("TORCH", "PYTORCH", "FLASH_", "FLA_", "TRITON_", "USE_HUB_KERNELS")
 """Beginnings of the names of environment variables that choose kernels."""
@@ -68,7 +68,9 @@ def read_kept(file: Path | None) -> dict[str, list[Evidence]]:
 
 def keep(file: Path | None, seen: Iterable[Evidence]) -> None:
     """Write the evidence of the techniques in KEPT if all of it acted; else remove earlier evidence."""
-    found = [evidence for evidence in seen if evidence.technique in KEPT]
+    seen = list(seen)
+    names = {*KEPT} - {evidence.technique for evidence in seen if not evidence.lasting}
+    found = [evidence for evidence in seen if evidence.technique in names]
     if file is None or not found:
         return
     if all(evidence.acted for evidence in found):

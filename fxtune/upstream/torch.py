@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
+import io
 import logging
 import os
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -199,13 +202,18 @@ def forget_meshes() -> None:
 
 
 def end_rank(code: int) -> NoReturn:
-    """Run the exit hooks of Python and end this process with `code`.
+    """Wait for threads that are no daemons, run Python's exit hooks, flush all open files, and end this process with
+    `code`.
 
-    What: atexit._run_exitfuncs.
-    Why: a process with a thread of gloo may abort at its end (pytorch#190489), and os._exit() runs no hooks.
+    What: threading._shutdown and atexit._run_exitfuncs.
+    Why: a process with a thread of gloo may abort at its end (pytorch#190489), and os._exit() does none of this.
     """
-    with suppress(AttributeError):
-        atexit._run_exitfuncs()
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name, lambda: None)()
+    for each in gc.get_objects():
+        if isinstance(each, io.IOBase):
+            with suppress(OSError, ValueError):  # it is closed, or its reader is gone
+                each.flush()
     os._exit(code)
 
 
@@ -358,7 +366,8 @@ def compiling_with(**options: Any) -> AbstractContextManager[Any]:
 
 
 def import_compiler() -> None:
-    """Import what torch.compile would import at its first call, and start its processes. An error appears then, too.
+    """Import what torch.compile would import at its first call, which starts its processes, too. An error appears at
+    that call.
 
     What: torch._inductor.compile_fx.
     Why: the import takes 1.5 s, and torch has no public function that does it.

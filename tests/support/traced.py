@@ -210,9 +210,8 @@ def serve() -> None:
                         os.close(other)
                     _become_run(request)
                     module, _, name = request["function"].partition(":")
-                    words = (
-                        [] if name == "main" else [request["argv"]]
-                    )  # main() reads sys.argv, as in a user's process
+                    # As in a user's process, fxtune's main() reads sys.argv.
+                    words = [] if request["function"] == "fxtune.cli.main:main" else [request["argv"]]
                     sys.exit(getattr(importlib.import_module(module), name)(*words))
                 _own_group(child)
                 running[ended := os.pidfd_open(child)] = child  # it can be read when the child has ended

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -18,10 +19,12 @@ import torch
 from support.harness import wait_for
 from torch.nn.functional import scaled_dot_product_attention
 
+from fxtune.distributed.ranks import ProcessRank
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
 from fxtune.system.machine.packages import CHECKS, THESE_HEADS, Heads, NotTriedError
 from fxtune.techniques import package_checks, smoke_tests
+from fxtune.techniques.attention.backends.flash4 import compile_ahead
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline
@@ -289,21 +292,17 @@ def test_groups_of_kernels_compile_beside_each_other_and_before_the_smoke_test(r
             return 0, json.dumps({"state": "works", "seen": "ran"}), 1.0
 
     monkeypatch.setattr("fxtune.system.process.process_group.Captured", Watched)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(package_checks, "process_rank", lambda: ProcessRank(rank, 2, rank))
     facts = Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
     assert package_checks.unusable(facts, ["flash-attn-4"], Heads(32, 8, 64)) == {}
     parts = [] if rank else ["0", "1", "2", "3", "4", "5"]
     assert events == [(event, part) for names in (parts, ["check"]) for event in ("told", "ended") for part in names]
 
 
-@pytest.mark.parametrize("name", [name for name, package in CHECKS.items() if package.parts])
-def test_each_group_of_kernels_runs_by_the_reference_of_its_operators(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))  # quack's have no reference
-    compile_ahead = pkgutil.resolve_name(CHECKS[name].ahead)
-    before = torch.are_deterministic_algorithms_enabled()
-    for part in range(CHECKS[name].parts):
-        compile_ahead(CPU, Heads(4, 2, 64, experts=True), part)
-    torch.use_deterministic_algorithms(before)
+@pytest.mark.parametrize("part", range(CHECKS["flash-attn-4"].parts))
+def test_each_group_of_kernels_runs_by_the_reference_of_its_operators(part, request):
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()))
+    compile_ahead(CPU, Heads(4, 2, 64), part)
 
 
 def test_heads_of_earlier_models_decide_nothing(recorded):
@@ -369,6 +368,7 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
         (unused,) = ahead.values()
     assert all(process._process.poll() is not None for process in unused), "a check that is not needed ends"
     with package_checks.import_ahead(facts, ["attention"]) as ahead:
+        assert ahead == {}, "no run on this machine has needed it"
         found = package_checks.unusable(facts, ["flash-attn-4"], Heads(32, 8, 128), ahead)
     assert found["flash-attn-4"].endswith("No CTK flavor")
     with package_checks.import_ahead(facts, ["attention"]) as ahead:
@@ -377,7 +377,7 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_each_package_names_functions_that_exist(name):
-    functions = [CHECKS[name].smoke_test, *filter(None, [CHECKS[name].before_import])]
+    functions = [CHECKS[name].smoke_test, *filter(None, [CHECKS[name].before_import, CHECKS[name].ahead])]
     assert all(callable(pkgutil.resolve_name(function)) for function in functions)
 
 

@@ -68,6 +68,11 @@ def test_evidence_that_did_not_act_is_not_kept_and_removes_what_was():
     assert read_kept(file_of()) == {}
 
 
+def test_what_could_not_be_observed_is_observed_again():
+    keep(file_of(), [*SEEN, Evidence("liger", "replaced", "no kernels seen", True, lasting=False)])
+    assert [*read_kept(file_of())] == ["attention"]
+
+
 OTHERS = json.dumps({"at": 0, "evidence": [asdict(SEEN[1])]})
 
 

@@ -25,8 +25,8 @@ from fxtune.system.machine.host import cache_home
 META, CHECKSUMS = "table.json", "checksums"
 """The JSON file of a table, and its entry with the checksums."""
 BLOCK, BLOCKS = 16 << 20, 32
-"""Bytes of a block with a checksum, and how many blocks of a file are read at most, which takes 0.1 s. A file of 10 GB
-is checked in part, because each start of a run would have to read all of it."""
+"""Bytes of a block with a checksum, and how many blocks of a file are read at most, which takes 0.1 s if the file is
+in memory. A file of 10 GB is checked in part, because each start of a run would have to read all of it."""
 
 
 def cache_root(data: DataConfig) -> Path:

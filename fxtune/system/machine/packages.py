@@ -71,7 +71,7 @@ class Package:
     """The technique that may use the package. It is set only for packages that take seconds to import."""
     ahead: str = ""
     """`module:function`. The function compiles one of `parts` groups of kernels for a torch.device, Heads and the
-    group's number, and keeps them on disk. Groups compile in processes beside each other, before the smoke test."""
+    group's number, and keeps them on disk. Groups compile in processes beside each other."""
     parts: int = 0
     before_import: str = ""
     """`module:function`. The function is called on a machine with a GPU before the package is first imported."""

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.flash4 import Options
+from fxtune.kernels.shared_keys import select_keys
 
 Core = Callable[[Tensor, Tensor, Tensor, Options, float], Tensor]
 """(q, k, v, options with `cu_seqlens`, dropout) -> out. q, k, v and out are [rows, length, heads, d]. With
@@ -133,44 +134,10 @@ def _attend(
     bounds = None
     if key_index is not None:
         bounds = cu_seq_lens_k
-        key, value = (_select_keys(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
+        key, value = (select_keys(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options = Options(cu_seq_lens_q, query.shape[1], scale, window, softcap or 0.0, s_aux, bounds, causal)
     return core(query, key, value, options, dropout)
-
-
-@torch.library.custom_op("fxtune::select_keys", mutates_args=())
-def _select_keys(tokens: Tensor, index: Tensor, copies: Tensor) -> Tensor:
-    """tokens[index]. The backward pass gathers by `copies` (Batch.key_copies) and adds nothing in place. So it gives
-    the same bits each time, and it reads no gradient of keys that belong to no document. An operator and no
-    autograd.Function, because torch keeps no compiled graph with a Function on disk."""
-    return tokens.index_select(0, index)
-
-
-@torch.library.custom_op("fxtune::select_keys_backward", mutates_args=())
-def _select_keys_backward(gradient: Tensor, copies: Tensor) -> Tensor:
-    own, *others = copies.unbind()
-    total = gradient.index_select(0, own)
-    for copy in others:
-        of_copy = gradient.index_select(0, copy.clamp(min=0))
-        total = total + torch.where((copy >= 0)[:, None, None], of_copy, 0.0)
-    return total
-
-
-@_select_keys.register_fake
-def _(tokens: Tensor, index: Tensor, _: Tensor) -> Tensor:
-    return tokens.new_empty(len(index), *tokens.shape[1:])
-
-
-@_select_keys_backward.register_fake
-def _(gradient: Tensor, copies: Tensor) -> Tensor:
-    return gradient.new_empty(copies.shape[1], *gradient.shape[1:])
-
-
-_select_keys.register_autograd(
-    lambda ctx, gradient: (_select_keys_backward(gradient, ctx.saved_tensors[0]), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
-)
 
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:

@@ -192,7 +192,7 @@ class Liger(LigerOptions, Technique):
                 asked += f", {runs} runs{' of fxtune::rotary' if name == 'rope' else ''} in a forward pass"
                 observation += f", {launches[name]} runs"
                 acted = acted and launches[name] >= runs
-            yield Evidence("liger", asked, observation, acted, f"liger.{name}")
+            yield Evidence("liger", asked, observation, acted, f"liger.{name}", lasting=launches is not None)
 
 
 def _operations(text: dict[str, Any]) -> set[str]:

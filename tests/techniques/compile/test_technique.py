@@ -38,7 +38,7 @@ from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.tracker import DisplayKind
-from fxtune.training import kept_proofs, trainer
+from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
 
 PACKED = Facts(packing=True)
@@ -173,16 +173,6 @@ def test_steps_run_the_graphs_that_the_proof_compiled(policy, narrow, quick):
     assert set(compiled.lengths) == {"2x64"}
     take_steps(builder, plan, model)
     assert builder.techniques.compile.report().graphs == compiled.graphs > 0
-
-
-def test_a_start_with_kept_evidence_compiles_in_its_first_step(narrow, quick, monkeypatch, tmp_path):
-    monkeypatch.setattr(kept_proofs, "proof_file", lambda *_: tmp_path / "proofs.json")
-    prepared_run(narrow)
-    builder, plan, model = prepared_run(narrow)
-    assert builder.techniques.compile.report().graphs == 0
-    take_steps(builder, plan, model)
-    report = builder.techniques.compile.report()
-    assert (report.graphs, set(report.lengths)) == (2, {"2x64"})
 
 
 def test_proof_of_rows_that_do_not_fit_tries_a_small_row(narrow, quick, monkeypatch):

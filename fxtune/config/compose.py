@@ -73,7 +73,8 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
         except ConfigError as error:
             problems.append(str(error))
     chosen = [choice.key for choice in choices if choice.kind in (ChoiceKind.recipe, ChoiceKind.group)]
-    for key in sorted({key for key in chosen if chosen.count(key) > 1}):
+    # Of two bundles of techniques the last counts, so a script may append one.
+    for key in sorted({key for key in chosen if chosen.count(key) > 1} - {"techniques"}):
         joined = "; +recipe=[a,b] joins recipes" if key == "recipe" else ""
         problems.append(f"{COMMAND_LINE}: `{key}` is chosen {chosen.count(key)} times: keep one{joined}")
     refuse(problems)

@@ -77,11 +77,11 @@ def _ended_by_signals(argv: list[str] | None) -> int:
     if keeps_connections():
         os._exit(code)
     if process_rank().size > 1:
+        gc.collect()  # frees the process groups of a stopped run: their threads may abort the process
         if argv is None:
             from fxtune.upstream.torch import end_rank
 
             end_rank(code)
-        gc.collect()  # frees the process groups of a stopped run: their threads may abort the process
     elif argv is None:  # the process ends now, and would search its million objects for cycles for a second
         gc.freeze()
     return code

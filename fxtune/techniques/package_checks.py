@@ -128,11 +128,11 @@ def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dic
     waiting = {name: _start_all(name) for name, key in keys.items() if f"{UNUSED} {key}" not in known}
     try:
         yield waiting
+        if waiting:  # a recipe that is refused says nothing about its packages
+            add_cached(file, {f"{UNUSED} {keys[name]}": {"state": UNUSED, "seen": "", "at": 0.0} for name in waiting})
     finally:
         for process in itertools.chain(*waiting.values()):
             process.end()
-        if waiting:
-            add_cached(file, {f"{UNUSED} {keys[name]}": {"state": UNUSED, "seen": "", "at": 0.0} for name in waiting})
 
 
 def _start_all(name: str) -> Check:

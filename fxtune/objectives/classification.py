@@ -166,10 +166,8 @@ class Classification(GroupObjective):
         same = '; 1 and "1" are one label' if any(map(NUMBER.fullmatch, classes)) else ""
         lines = [f"labels: {len(classes):,} classes, {shown}{same}"]
         folded = Counter(map(str.casefold, classes))
-        if alike := [one for one in classes if folded[one.casefold()] > 1]:
-            lines.append(
-                f"labels: {_list(alike)} differ in upper and lower case alone, and each is a class of its own"
-            )
+        if alike := [name for name in classes if folded[name.casefold()] > 1]:
+            lines.append(f"labels: {_list(alike)} differ in upper and lower case only; each is a separate class")
         if lone := [one for one in classes if counts[one] == 1]:
             lines.append(f"labels: one row alone has the class {_list(lone)}: nothing of it can be held out")
         return made, lines

@@ -74,7 +74,7 @@ class Float8(Float8Options, Technique):
             if not list(self._targets(model)):
                 yield (
                     "enabled: this model's layers have no linear with sizes of a multiple of "
-                    f"{MULTIPLE} besides those in skip. Set it to false."
+                    f"{MULTIPLE} besides the linears in skip. Set it to false."
                 )
 
     def describe(self, facts: Facts, execution: Execution) -> Execution:

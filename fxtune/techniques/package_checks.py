@@ -53,6 +53,8 @@ PROGRAM = Path(__file__)
 TIMEOUT_GPU = 600.0
 """Seconds that a check on a GPU may take. FlashAttention-4 compiles its kernels on first use, and fla-core tunes some
 for minutes."""
+TIMEOUT_PARTS = 90.0
+"""Seconds that all groups of kernels together may take, which compile ahead of a check."""
 SHARED = ("flash_attn", "apex")
 """Module folders that two distributions share: flash-attn and flash-attn-4, or NVIDIA's apex and PyPI's apex."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
@@ -148,14 +150,14 @@ def _start(name: str, *options: str) -> process_group.Captured:
 
 def _answer(processes: Check, heads: Heads, timeout: float) -> dict[str, Any]:
     """The result of a check within `timeout` seconds. A check that waits begins when all groups of its kernels have
-    compiled. An error of a group shows in the check, which then compiles the kernels itself."""
-    (check, *parts), until = processes, time.monotonic() + timeout
+    compiled, at the latest after TIMEOUT_PARTS. It compiles the kernels of a group that failed or hangs itself."""
+    (check, *parts), until = processes, time.monotonic() + TIMEOUT_PARTS
     for part in parts:
         part.tell(json.dumps(asdict(heads)) + "\n")
     for part in parts:
         part.result(max(until - time.monotonic(), 0.0))
     check.tell(json.dumps(asdict(heads)) + "\n")
-    code, output, _ = check.result(max(until - time.monotonic(), 0.0))
+    code, output, _ = check.result(timeout)
     lines = output.strip().splitlines() or ["no message"]
     if code is None:
         return {"state": "broken", "seen": f"no answer within {timeout:g} s"}

@@ -70,9 +70,10 @@ class Package:
     technique: str = ""
     """The technique that may use the package. It is set only for packages that take seconds to import."""
     ahead: str = ""
-    """`module:function`. The function compiles one of `parts` groups of kernels for a torch.device, Heads and the
-    group's number, and keeps them on disk. Groups compile in processes beside each other."""
+    """`module:function`. The function gets a torch.device, Heads and the number of a group of kernels. It compiles the
+    group and keeps it on disk. Each group compiles in a separate process, all at the same time."""
     parts: int = 0
+    """The number of groups; 0 without `ahead`."""
     before_import: str = ""
     """`module:function`. The function is called on a machine with a GPU before the package is first imported."""
     distributions: tuple[str, ...] = ()

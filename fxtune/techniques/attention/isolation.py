@@ -234,7 +234,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
                 shares = not by_bounds or bidirectional or share_prompt(model).is_exact
                 _, moved, leaked = movement(model, row)
-                # How far a changed last token moves the logits before it, relative to the movement of its own logits.
+                # Change the last token. How far do earlier tokens' logits move, relative to the last token's logits?
                 before, changed = outputs(model, input_ids=ids, use_cache=False).float(), ids.clone()
                 changed[:, -1] += 1
                 shift = (outputs(model, input_ids=changed, use_cache=False).float() - before).abs()

@@ -155,7 +155,7 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
         yield from trained_tokens.refusals(model, trained)
     weights = {path: getattr(named[path], "weight", None) for path in chosen.modules}
-    # A block has no weight of its own, and the weight of a norm has one dimension.
+    # A block has no weight, and the weight of a norm has one dimension.
     if block := next((path for path, weight in weights.items() if weight is None or weight.dim() < 2), ""):
         kind = type(named[block]).__name__
         yield f"target_modules: {block} is a {kind}, which is no linear. Name linears: {', '.join(kinds)}."

@@ -71,9 +71,11 @@ def smoke_test(device: torch.device, heads: Heads) -> str:
 
 
 def compile_ahead(device: torch.device, heads: Heads, part: int) -> None:
-    """Compile one of six groups of kernels for causal attention, by a call whose results are not used: the forward
-    pass, the backward pass and the deterministic backward pass over packed documents, or over rows of one document
-    each."""
+    """Compile a group of kernels for causal attention. The results of the call are not used.
+
+    `part`: 0 to 2: the forward pass, the backward pass and the deterministic backward pass over packed documents; 3 to
+    5: the same three over rows of one document each.
+    """
     packed, forward = part < 3, part % 3 == 0
     torch.use_deterministic_algorithms(part % 3 == 2)
     length, width = kernel.MIN_BOUND, heads.width

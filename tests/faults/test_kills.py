@@ -64,7 +64,7 @@ def test_a_run_on_images_resumes_in_training_in_questions_and_after_a_checkpoint
     """A tiny Qwen2.5-VL, packed rows and questions with and without images, decoded by two workers of the loader."""
     reference = undisturbed("images")
     assert reference.trace.spans("training")
-    killed("images", reference, Aim("asking", 1, 0.5), Aim("saving", 2, 0.5), Aim("training", 1, 0.8))
+    killed("images", reference, Aim("asking"), Aim("saving", 2), Aim("training"))
 
 
 QUICKSTART = [
@@ -135,14 +135,13 @@ def test_comparison_detects_another_seed(forks, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phases", "hits"),
-    [(("training", "exporting"), 1), pytest.param(PHASES, 6, marks=pytest.mark.slow)],
+    "phases",
+    [("training", "exporting"), pytest.param(PHASES, marks=pytest.mark.slow)],
     ids=["two", "eight"],
 )
-def test_run_killed_in_several_phases_equals_undisturbed_run(killed, undisturbed, phases, hits):
-    kills = killed("lora", undisturbed("lora"), *(Aim(phase, share=0.0) for phase in phases))
-    hit = [kill.phase == phase for kill, phase in zip(kills, phases, strict=True)]
-    assert sum(hit) >= hits, f"aimed at {phases}, hit {[kill.phases for kill in kills]}"
+def test_run_killed_in_several_phases_equals_undisturbed_run(killed, undisturbed, phases):
+    kills = killed("lora", undisturbed("lora"), *map(Aim, phases))
+    assert [phase for kill, phase in zip(kills, phases, strict=True) if phase not in kill.phases] == []
 
 
 @pytest.mark.slow
@@ -150,7 +149,7 @@ def test_run_killed_in_several_phases_equals_undisturbed_run(killed, undisturbed
 def test_run_killed_twice_in_one_epoch_equals_undisturbed_run(killed, undisturbed, mode):
     reference = undisturbed(mode)
     assert len(set(reference.ending.uses().values())) == 1
-    first, second = killed(mode, reference, *(Aim("training", step, 0.5) for step in TWICE[mode]))
+    first, second = killed(mode, reference, *(Aim("training", step) for step in TWICE[mode]))
     assert first.resumed > 0
     assert max(first.steps, second.steps) < len(reference.ending.steps) / max(reference.ending.uses().values())
 
@@ -162,7 +161,7 @@ def test_run_killed_in_each_stage_of_its_rows_equals_undisturbed_run(killed, und
     ended. So each stage and each border is met."""
     reference = undisturbed(mode)
     steps = len(reference.ending.steps)
-    kills = killed(mode, reference, *(Aim("training", 3, 0.5) for _ in range(steps)), may_end=True)
+    kills = killed(mode, reference, *(Aim("training", 3) for _ in range(steps)), may_end=True)
     borders = [math.ceil(0.3 * steps), math.ceil(0.6 * steps)]
     stages = {sum(kill.resumed >= border for border in borders) for kill in kills}
     assert stages == {0, 1, 2}, kills
@@ -170,7 +169,8 @@ def test_run_killed_in_each_stage_of_its_rows_equals_undisturbed_run(killed, und
 
 def test_killed_run_of_a_hybrid_on_packed_rows_equals_an_undisturbed_one(killed, undisturbed, tmp_path):
     reference = undisturbed("hybrid")
-    (kill,) = killed("hybrid", reference, Aim("training", 4, 0.5))
+    # By its sixth step the run has begun two checkpoints, so one is complete.
+    (kill,) = killed("hybrid", reference, Aim("training", 6))
     assert 0 < kill.resumed < len(reference.ending.steps)
     evidence = (tmp_path / "hybrid" / "run" / "evidence.json").read_text()
     assert "calls of linear_attention in 1 layers" in evidence
@@ -180,15 +180,14 @@ def test_run_killed_while_it_samples_scores_stores_trains_and_saves_equals_an_un
     reference = undisturbed("rollouts")
     # No attempt but the fourth gets as far as its first checkpoint, after the second step.
     phases = {"sampling": 2, "scoring": 1, "storing": 1, "saving": 1, "training": 1}
-    # Early in each phase: the reference may have been slower than the run that is killed.
-    killed("rollouts", reference, *(Aim(phase, occurrence, 0.1) for phase, occurrence in phases.items()))
+    killed("rollouts", reference, *(Aim(phase, occurrence) for phase, occurrence in phases.items()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["classifier", "embedding", "distilled"])
 def test_killed_run_of_a_companion_equals_an_undisturbed_one(killed, undisturbed, mode):
     reference = undisturbed(mode)
-    kills = killed(mode, reference, Aim("training", 4, 0.5), Aim("training", 2, 0.5))
+    kills = killed(mode, reference, Aim("training", 4), Aim("training", 2))
     assert kills[0].resumed > 0
 
 
@@ -201,7 +200,7 @@ def test_orphaned_workers_end_and_change_no_bit(killed, undisturbed):
     """
     without = undisturbed("lora")
     reference = dataclasses.replace(without, words=[*without.words, "loader.num_workers=4"])
-    killed("lora", reference, Aim("training", 9, 0.5, alone=True))
+    killed("lora", reference, Aim("training", 9, alone=True))
 
 
 @pytest.mark.slow
@@ -210,9 +209,8 @@ def test_run_killed_around_its_early_stop_goes_back_and_decays_all_the_same(kill
     reference = undisturbed("early")
     assert reference.ending.result["train/ended_early"] == "early"
     assert reference.ending.result["train/dropped_steps"] == 3
-    aims = Aim("evaluating", 3, 0.9), Aim("saving", 1, 0.5), Aim("training", 2, 0.5), Aim("evaluating", 1, 1.2)
-    kills = killed("early", reference, *aims, may_end=True)  # a kill that comes late may leave no steps for the next
-    assert len(kills) > 1, kills
+    aims = Aim("after evaluating", 3), Aim("saving"), Aim("training", 2), Aim("after evaluating")
+    killed("early", reference, *aims)
 
 
 @pytest.mark.slow

@@ -183,14 +183,13 @@ class Forked:
     file: Path
     began: float = field(default_factory=time.monotonic)
     stops: tuple[str, int] | None = None
-    """The phase, and which of its occurrences, at which the run stops itself."""
+    """The phase at which the run stops itself, and which of its occurrences (traced.STOP)."""
 
     def stopped(self) -> bool:
         """Wait until the run has stopped itself; False if it ends before. A kill ends it there, and so does send()."""
         assert self.stops
-        return (
-            self.until(*self.stops) and bool(wait_for(lambda: stopped(self.pid) or self.ended())) and not self.ended()
-        )
+        wait_for(lambda: stopped(self.pid) or self.ended())
+        return not self.ended()
 
     def send(self, how: signal.Signals, group: bool = False) -> None:
         """Send a signal to the run, or to its process group, and let a run that has stopped itself go on with it."""
@@ -249,13 +248,15 @@ class Forked:
 
 @dataclass(frozen=True)
 class Aim:
-    """When to kill a run: after `share` of the undisturbed run's time in the n-th `phase`, or of its total time
-    without a phase.
+    """When to kill a run: as it enters the n-th `phase`. The run stops itself there (traced.STOP), so the moment is
+    the same on each machine.
     """
 
     phase: str = ""
     occurrence: int = 1
-    share: float = 0.5
+    share: float | None = None
+    """If set, kill the run after this share of the time that the undisturbed run took for the n-th `phase`, or for
+    everything without a phase. How far the run has come by then depends on the machine."""
     alone: bool = False
     """Kill only the main process. Its workers must notice."""
     operation: int = 0
@@ -329,10 +330,15 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
     begun: list[Forked] = []
     died: list[float] = []
     for aim in aims:
-        forked = server.start(reference.words, folder, f"trace-{len(begun)}.jsonl", aim.operation, **environ)
+        stops = (aim.phase, aim.occurrence) if aim.share is None and not aim.operation else None
+        trace = f"trace-{len(begun)}.jsonl"
+        forked = server.start(reference.words, folder, trace, aim.operation, stops=stops, **environ)
         begun.append(forked)
         if aim.operation:
             code, at = forked.wait(), time.monotonic()
+        elif stops:
+            at = forked.kill(aim.alone) if forked.stopped() else time.monotonic()
+            code = forked.wait()
         else:
             at = _kill_at(forked, aim, reference)
             code = forked.wait()
@@ -357,7 +363,8 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
 
 
 def _kill_at(forked: Forked, aim: Aim, reference: Reference) -> float:
-    """Wait for the moment of `aim`, then kill. Returns the time of the kill."""
+    """Wait for the moment of `aim`, which has a share, then kill. Returns the time of the kill."""
+    assert aim.share is not None
     pause = aim.share * reference.seconds
     if aim.phase:
         spans = reference.trace.spans(aim.phase) or [(0.0, 0.0)]

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 STOP = "FXTUNE_TEST_STOP"
-"""Environment variable `PHASE@N`: the run stops itself with SIGSTOP when it enters the phase for the N-th time. So it
-cannot go on before the test, which may be slow, has sent its signal."""
+"""Environment variable `PHASE@N`: the run stops itself with SIGSTOP when it enters the phase for the N-th time, or
+leaves it with `after PHASE@N`. So it cannot go on before the test, which may be slow, has sent its signal."""
 
 
 class Trace:
@@ -39,7 +39,7 @@ class Trace:
 
     def write(self, **line: Any) -> None:
         os.write(self.descriptor, (json.dumps({"at": time.monotonic(), **line}) + "\n").encode())
-        if line.get("enter") == self.stop and os.getpid() == self.process:
+        if self.stop in (line.get("enter"), f"after {line.get('leave')}") and os.getpid() == self.process:
             self.left -= 1
             if self.left == 0:
                 os.kill(self.process, signal.SIGSTOP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,12 @@ def show_results(runs: list[SweepRun], folder: Path) -> None:
         for run in runs
     ]
     console.say(console.table(f"Sweep of {len(runs)} runs", ["run", *shown, "folder"], rows))
-    if len(set(map(_held_out, runs)) - {None}) > 1:
-        console.say("Their held-out documents or tokens differ, so their held-out losses cannot be compared.")
+    for differ, what in (
+        (any(re.search(r"\bobjective[.=]", run.changes) for run in runs), "objectives"),
+        (len(set(map(_held_out, runs)) - {None}) > 1, "held-out documents or tokens"),
+    ):
+        if differ:
+            console.say(f"Their {what} differ, so their held-out losses cannot be compared.")
     write_json(folder / FILE, {"runs": [asdict(run) for run in runs]})
 
 

@@ -81,7 +81,7 @@ def run(
     search = Search(config, typed, context, names, minutes * 60, steps, cache, tell)
     if dry_run:
         rows = [
-            [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
+            [axis, candidate.title, _gib(candidate) and f"{_gib(candidate)} GiB", candidate.verdict or "a trial"]
             for axis, candidate in search.planned()
         ]
         say(table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows))

@@ -63,3 +63,9 @@ def test_runs_with_other_held_out_tokens_are_said_to_be_incomparable(tmp_path, c
     assert "cannot be compared" not in capsys.readouterr().out
     show_results(runs, tmp_path)
     assert "cannot be compared" in capsys.readouterr().out
+
+
+def test_runs_with_other_objectives_are_said_to_be_incomparable(tmp_path, capsys):
+    for word, incomparable in (("objective.beta", True), ("optimizer.lr", False)):
+        show_results([SweepRun(f"{word}={value}", "") for value in (0.1, 0.5)], tmp_path)
+        assert ("cannot be compared" in capsys.readouterr().out) == incomparable

@@ -107,6 +107,8 @@ class RunFolder:
     """Whether the config differs only in its length from the config of the run in the folder, finished or not."""
     passed_over: list[str] = field(default_factory=list)
     """The newest unfinished run of this name that has another config: its path, and a line for each difference."""
+    finished_before: Path | None = None
+    """The newest finished run of this name whose config differs only in its length."""
 
     @property
     def finished(self) -> bool:
@@ -238,9 +240,7 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
         )
     completed_before = completed(before)
     if changed := differences(completed_before, config):
-        length = {key: (config.get("train") or {}).get(key) for key in LENGTH}
-        longer = {**completed_before, "train": {**(completed_before.get("train") or {}), **length}}
-        found.extends = not differences(longer, config)
+        found.extends = _differ_in_length(completed_before, config)
     if changed and not found.extends:
         raise ConfigError(
             f"{root} holds a run of another config, so it cannot go on with this one:\n"
@@ -251,10 +251,16 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
     return found
 
 
+def _differ_in_length(before: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether two configs are equal, or differ only in the length of the run."""
+    length = {key: (config.get("train") or {}).get(key) for key in LENGTH}
+    return not differences({**before, "train": {**(before.get("train") or {}), **length}}, config)
+
+
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: Completed) -> RunFolder:
     numbers = _existing(root)
     taken = max(numbers, default=0)  # earlier folders may have been deleted
-    unlike: list[str] = []
+    unlike, finished = list[str](), list[Path]()
     for number in sorted(numbers, reverse=True) if resume != "never" else ():
         path = numbers[number]
         try:
@@ -262,9 +268,12 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
         except StorageError as error:
             unlike = unlike or [str(error)]
             continue
-        if before is None or (path / RESULT).exists():
+        if before is None:
             continue
         changed = differences(completed(before), config)
+        if (path / RESULT).exists():
+            finished += [path] * (changed != [] and _differ_in_length(completed(before), config))
+            continue
         if not changed:
             if found := _open(path):
                 found.resumed, found.config = True, before
@@ -288,7 +297,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             continue
         found = _open(path)
         if found is not None:
-            found.passed_over = unlike
+            found.passed_over, found.finished_before = unlike, next(iter(finished), None)
             return _start(found, config)
 
 

@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -285,6 +286,9 @@ class RecipeStore:
         if equals:
             reason = str(error).strip().split("\n", 1)[0]
             quoted = f"\"{key}='{value}'\""
+            if "'" in value:
+                escaped = value.strip("\"'").replace('"', '\\"')
+                quoted = shlex.quote(f'{key}="{escaped}"')
             if value[:1] + value[-1:] == "[]" and not set(value) & set("\"'{"):
                 quoted = f"'{key}=[{','.join(json.dumps(entry.strip()) for entry in value[1:-1].split(','))}]'"
             if (plain := re.sub(r"""([{,]\s*)(["'])([^"']*)\2(?=\s*:)""", r"\1\3", value)) != value:

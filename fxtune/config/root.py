@@ -338,7 +338,7 @@ class Config:
         if data.questions.path is not None and not self.objective.needs.writes:
             yield (
                 f"`data.questions.path`: objective={self.objective.name} trains a head that answers no questions. "
-                "Remove it"
+                "Set data.questions.path=null"
             )
         if self.eval.tasks and not self.objective.needs.writes:
             yield (

@@ -145,7 +145,10 @@ class Validator:
             if not slot.nullable:
                 first = next(iter(slot.fields), "")  # null as a group's first key switches the group off
                 way = f"; write {name}.{first}=null" if first and slot.fields[first].nullable else ""
-                self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}{way}")
+                problem = f"cannot be null; it is {expected(slot)}{way}"
+                if first and len(keys) == 1:
+                    problem = f"is empty: put keys below it ({expected(slot)}), or leave it out"
+                self.add(keys, f"`{name}` {problem}")
         elif slot.container is list or (slot.kind is Any and isinstance(value, list)):
             if not isinstance(value, list):
                 if value not in slot.words:
@@ -295,18 +298,19 @@ class Validator:
         return f"unknown key `{name}`. {f'`{owner}`' if above else 'A config'} has: {', '.join(slot.fields)}"
 
     def _likely_key(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
-        full = ".".join((*above, key, *rest))
+        full, last = ".".join((*above, key, *rest)), rest[-1] if rest else key
+        if last in OTHER_NAMES and OTHER_NAMES[last].rpartition(".")[0] == ".".join(above):
+            return OTHER_NAMES[last]
         words = set(key.lower().split("_"))
         longer = [sibling for sibling in siblings if words <= set(sibling.split("_"))]
         if close := nearest(key, siblings, 0.75) or nearest(key, longer, 0.0):
             return ".".join((*above, close, *rest))
-        last = rest[-1] if rest else key
         if last in OTHER_NAMES:
             return OTHER_NAMES[last]
         every_key = list(all_keys(self.schema))
-        same = [known for known in every_key if known.rpartition(".")[2] == last]
-        if same:
-            return nearest(full, same, 0.0) or same[0]
+        for word in (key, last):
+            if same := [known for known in every_key if known.rpartition(".")[2] == word]:
+                return nearest(full, same, 0.0) or same[0]
         if close := nearest(key, siblings):
             return ".".join((*above, close, *rest))
         return nearest(full, every_key, 0.8)

@@ -82,9 +82,9 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
     settled = settle(config, machine, checks=False)
     # The content of the files is shown even if a run is refused.
-    refusals = settled.refusals()
+    refusals, unfit = settled.refusals(), list[str]()
     images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
-    data = run_data(settled.config, tokenizer, images, refusals.append)
+    data = run_data(settled.config, tokenizer, images, unfit.append)
     stage = Stage.first(settled).with_images(data.training.epoch_images()[1])
     rows = list(shown_rows(data.training))
     print_samples(rows, data.training, TokenTexts(tokenizer, signs_of(console)), console)
@@ -93,10 +93,10 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     print_forecast(stage.facts, data.training, console)
     summary = data.training.summary()
     few = few_steps(config, summary["steps"], summary["rows"], data.training.stream.rows_of_group)
-    notes = [*stage.notes, *data_notes(config, data), *few]
+    notes = [*stage.notes, *(() if unfit else data_notes(config, data)), *few]
     if data.evaluation:
         notes = [*notes, held_out_note(data.evaluation)]
-    notes += [f"A run is refused: {refusal}" for refusal in refusals]
+    notes += [f"A run is refused: {refusal}" for refusal in [*refusals, *unfit]]
     for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
     if html is not None:

@@ -26,7 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.optim.schedule import Schedule
+from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.settle.ranks import require_possible
 from fxtune.system.files import environment
 from fxtune.system.machine.tested_versions import outside_tested_range
@@ -107,6 +107,16 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
             screen.note(
                 f"This run starts from its beginning in {folder.path}. An unfinished run of this name cannot go on "
                 "with this recipe:\n" + "\n".join(folder.passed_over)
+            )
+        elif finished := folder.finished_before:
+            way = f"model.path={finished / 'model'} starts from its weights"
+            if config.techniques.lora.enabled:
+                way = f"model.adapter={finished / 'adapter'} starts from its weights"
+            if config.schedule.name in EXTENDABLE:
+                way = f"run.dir={finished} goes on with it"
+            screen.note(
+                f"This run starts from its beginning in {folder.path}. {finished} is a finished run of this recipe "
+                f"with another length: {way}."
             )
         with SIGNALS.interruptible():
             trainer = Trainer(config, folder, screen, recipe)

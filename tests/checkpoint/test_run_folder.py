@@ -171,6 +171,14 @@ def test_a_new_run_names_the_unfinished_run_that_it_does_not_resume():
     assert start("must").resumed
 
 
+def test_a_new_run_names_the_finished_run_that_a_longer_one_could_go_on_with():
+    start().finish({})
+    longer = {**CONFIG, "train": {**CONFIG.get("train", {}), "epochs": 7}}
+    assert start(config=OTHER).finished_before is None
+    assert start(config=longer).finished_before == Path("runs/a")
+    assert start("never", config=longer).finished_before is None
+
+
 def test_all_paths_to_a_folder_share_its_lock():
     held = claim("a", "here", "auto", CONFIG)
     Path("there").symlink_to("here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import pytest
 from support.recipes import QUICK, refusal, write_recipe
 
@@ -115,6 +116,10 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["~optimizer.lr"], "no key can be taken out"),
         (["optimizer@model=sgd"], "cannot move it"),
         (["data.sources.0.path=a(b.jsonl"], "Quote the value twice"),
+        (["data.sources.0.path=a b, c'd"], shlex.quote("""data.sources.0.path="a b, c'd\"""")),
+        (["techniques.lora.rank=8"], "did you mean `techniques.lora.r`?"),
+        (["techniques.cuda_graphs.enabled=true"], "did you mean `techniques.compile.cuda_graphs`?"),
+        (["train=null"], "put keys below it"),
         (["techniques.lora.train_tokens=[<|a|>, b]"], """'techniques.lora.train_tokens=["<|a|>","b"]'"""),
         (["objective.pool=mean"], "objective=causal_lm: leave it out, or choose another objective"),
         (["data.sources=[{'path': a.jsonl}]"], "Write 'data.sources=[{path: a.jsonl}]'"),

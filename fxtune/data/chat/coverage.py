@@ -22,7 +22,7 @@ from fxtune.data.formats.image_parts import COLUMNS, IMAGE, columns_of, unread_i
 from fxtune.data.formats.registry import preference_columns
 from fxtune.data.formats.row_format import Conversation, RowFormat
 from fxtune.data.formats.shapes import OTHERS
-from fxtune.data.formats.values import RowError
+from fxtune.data.formats.values import RowError, short
 from fxtune.errors import shortened
 
 KNOWN = frozenset(
@@ -90,7 +90,8 @@ class Coverage:
             if any(isinstance(row[column], list) and _is_of_numbers(row[column]) for column in unknown):
                 fault += " (`train: false` in a message says that it is not learned)"
             if {"label", "labels"}.issuperset(lost):
-                fault += " (objective=classification learns it, objective=kto true or false for a good or bad answer)"
+                fault += f", {short(row[lost[0]])} (objective=classification learns it; objective=kto learns from "
+                fault += "true or 1 for a good answer, false or 0 for a bad one)"
             raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(

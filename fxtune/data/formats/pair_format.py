@@ -87,7 +87,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
     if roles != ["assistant", "assistant"]:
         advice = "Two answers need the same turns before them"
         if roles[0] != roles[1]:
-            advice += f", and here one is a {roles[0]} turn, the other a {roles[1]} turn"
+            advice += f", and here the roles are {roles[0]} and {roles[1]}"
         if len(chosen.messages) != len(rejected.messages) and (alone := {*roles} & {*chat_format.SYSTEM_ROLES}):
             advice += f": write the {alone.pop()} turn in both, or in neither"
         raise RowError(f"the prompts differ: {chosen.places[common]} is not {rejected.places[common]}. {advice}")

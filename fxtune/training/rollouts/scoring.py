@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -254,16 +254,23 @@ def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores:
     sent["environments"] = own
     sent["log_extra"] = lambda name, values: scores.extra.update({name: [_plain(value) for value in values]})
     sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
     sent |= call.options
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        sent = {name: value for name, value in sent.items() if name in parameters}
-    values = [_now(value) for value in _now(function(**sent))]
+    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        sent = {name: value for name, value in sent.items() if name in signature.parameters}
+    try:
+        signature.bind(**sent)
+    except TypeError as error:
+        raise TypeError(f"{error}. The columns of this row are {', '.join(group.columns)}") from error
+    values = _now(function(**sent))
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise TypeError(f"it returned {values!r}; it must return a list with a number or None for each completion")
+    values = [_now(value) for value in values]
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} rewards for {count} completions")
     for value in values:
-        if value is not None and not math.isfinite(float(value)):
-            raise ValueError(f"it returned {value}, which is no finite number")
+        if isinstance(value, str) or (value is not None and not math.isfinite(float(value))):
+            raise ValueError(f"it returned {value!r}, which is no finite number")
     return [None if value is None else float(value) for value in values]
 
 

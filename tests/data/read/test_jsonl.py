@@ -34,6 +34,14 @@ def test_unreadable_row_has_line_and_reason(tmp_path):
     assert "cannot be read as JSON" in found["9"].error
 
 
+def test_a_comma_after_a_row_is_named(tmp_path):
+    path = tmp_path / "array.jsonl"
+    path.write_text('{"text": "one"},\n{"text": "two"}\n')
+    first, second = open_source(SourceConfig(path=str(path))).rows()
+    assert "a comma follows the row" in first.error
+    assert second.value == {"text": "two"}
+
+
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.one_of(st.just(""), st.just("   "), st.text(alphabet='ab"\\é\u2028 ', max_size=40)), min_size=1),

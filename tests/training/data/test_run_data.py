@@ -95,6 +95,7 @@ def test_steps_are_the_same(cwd, kind, words):
 REFUSED = [
     ("good", ["objective=kto"], "all answers are good"),
     ("pairs", ["objective=kto"], "its rows are preferences"),
+    ("judged", ["objective=dpo"], "Set objective=kto"),
     ("pairs", ["objective=reward", "objective.margin=true"], "objective.margin: no pair has a `margin`"),
     ("pairs", ["objective=dpo", "data.packing=false", "data.share_prompts=true"], "data.share_prompts: true, but"),
     (

@@ -46,7 +46,11 @@ def bad(completions, **kwargs):
         os._exit(3)
     if kind == "raise":
         raise RuntimeError("no such tool")
-    return {"nan": [float("nan")] * 2, "few": [1.0], "text": ["a", "b"], "good": [0.5, 1.5]}[kind]
+    return {"nan": [float("nan")] * 2, "few": [1.0], "text": ["1", "2"], "none": None, "good": [0.5, 1.5]}[kind]
+
+@fxtune.reward("misses")
+def misses(completions, anwser):
+    return [1.0] * len(completions)
 """
 
 SLOW = """
@@ -116,7 +120,7 @@ def test_rewards_get_columns_and_log_beside_their_values(score):
 
 
 def test_a_reward_that_fails_is_named_and_the_others_go_on(score):
-    kinds = ["raise", "nan", "few", "text", "die", "good", "good"]
+    kinds = ["raise", "nan", "few", "text", "none", "die", "good", "good"]
     found = dict(zip(kinds, score(["bad"], *([kind, "b"] for kind in kinds)), strict=True))
     assert found["good"].rewards == {"bad": [0.5, 1.5]}
     assert not found["good"].problem
@@ -124,8 +128,15 @@ def test_a_reward_that_fails_is_named_and_the_others_go_on(score):
     assert "rewards.py, line 31" in found["raise"].problem
     assert "nan" in found["nan"].problem
     assert "1 rewards for 2 completions" in found["few"].problem
-    assert all("bad" in found[kind].problem for kind in ("raise", "nan", "few", "text"))
+    assert "it returned None; it must return a list" in found["none"].problem
+    assert all("bad" in found[kind].problem for kind in ("raise", "nan", "few", "text", "none"))
     assert "the reward bad ended its process" in found["die"].problem
+
+
+def test_a_reward_that_wants_a_column_which_rows_lack_names_their_columns(score):
+    (found,) = score(["misses"], ["a"])
+    assert "'anwser'" in found.problem
+    assert "The columns of this row are answer, level" in found.problem
 
 
 def test_a_reward_that_hangs_is_ended(score, tmp_path, monkeypatch):

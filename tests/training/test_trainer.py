@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.errors import ConfigError, DataError
 from fxtune.models.load import DType, ModelConfig
 from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.schedule import ScheduleName
 from fxtune.training import trainer as train
 
 VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
@@ -199,6 +201,25 @@ def test_resume_must_is_refused_without_an_unfinished_run(small, cwd):
     small.run.resume = Resume.must
     with pytest.raises(ConfigError, match="no unfinished run"):
         train.run(small)
+
+
+@pytest.mark.parametrize("extendable", [True, False])
+def test_a_longer_recipe_of_a_finished_run_is_told_how_to_go_on_with_it(narrow, cwd, said, extendable):
+    """The advice is followed, and acts."""
+    narrow.schedule.name = ScheduleName.constant if extendable else ScheduleName.cosine
+    narrow.train.max_steps = 1
+    train.run(narrow)
+    narrow.train.max_steps = 2
+    train.run(narrow)
+    (line,) = [line for line in said if "with another length" in line]
+    key, value = re.search(r"(run\.dir|model\.adapter)=(\S+)", line).groups()
+    assert key == ("run.dir" if extendable else "model.adapter")
+    if extendable:
+        narrow.run.dir = value
+    else:
+        narrow.model.adapter = value
+    train.run(narrow)
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2", *["run-3"] * (not extendable)]
 
 
 @pytest.mark.vital

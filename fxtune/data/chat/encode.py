@@ -35,6 +35,7 @@ from fxtune.data.chat.remarks import (
     PROMPT_REMARK,
     REASONING_REMARK,
     REWRITTEN_REMARKS,
+    TEXT_REMARK,
 )
 from fxtune.data.chat.rewriting import Rewriting
 from fxtune.data.chat.split import SplitChat, SplitCounts, split_chat, split_questions, truncate_chat
@@ -309,7 +310,8 @@ class Encoder:
         if isinstance(content, PlainText):
             coverage.check_images(row, [content.text[: content.first]])
             coverage.check_columns(row, content.text)
-            return (yield from self._plain_text(content, (OTHERS_REMARK,) * (OTHERS in row)))
+            remarks = (OTHERS_REMARK,) * (OTHERS in row) + (TEXT_REMARK,) * (content.first > 0)
+            return (yield from self._plain_text(content, remarks))
         assert isinstance(content, TokenIds)
         for index, token in enumerate(content.ids):
             if not 0 <= token < self._vocabulary:

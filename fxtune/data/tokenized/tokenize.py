@@ -25,6 +25,7 @@ import numpy as np
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.chat.pairs import prompt_tokens
+from fxtune.data.chat.remarks import TEXT_REMARK
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig
@@ -400,7 +401,11 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
         documents = "1 document quotes" if table.escaped == 1 else f"{table.escaped:,} documents quote"
         lines.append(f"{documents} special tokens in a message; they are tokenized as plain text.")
     chats = len(table.by_row)
-    lines += [f"{remark} ({count:,} of {chats:,} documents)." for remark, count in table.remarks.items()]
+    lines += [
+        f"{remark} ({count:,} of {chats:,} documents)."
+        for remark, count in table.remarks.items()
+        if remark != TEXT_REMARK or count < chats
+    ]
     if table.split.questions:
         lines.append(f"the questions of these chats are {table.split.questions:,} documents.")
     if table.split.refused:

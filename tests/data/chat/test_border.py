@@ -86,7 +86,7 @@ def test_a_letter_that_a_tokenizer_composes_with_the_prompts_last_is_counted() -
     tokenizer = tokenizer_of(["é"], normalizers.NFC())
     row = {"prompt": "caf e", "completion": "\u0301 yes"}
     document = encoded(Encoder(tokenizer, FORMATS["prompt_completion"]), row)
-    assert document.remarks == (CROSSED_REMARK,)
+    assert CROSSED_REMARK in document.remarks
     assert document.ids == tokenizer("caf é yes<|im_end|>")["input_ids"]
 
 

@@ -15,6 +15,8 @@ from fxtune.data.tokenized import tokenize as tokens
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
 
+ROLES = {"prompt": "user", "completion": "assistant"}
+
 
 def test_workers_write_the_same_table_as_one_process(table_of, tmp_path, many_shards):
     rows = [numbered_chat(i) for i in range(150)]
@@ -116,6 +118,14 @@ def test_tokenize_prints_one_line_a_source(table_of, tmp_path, capsys):
         assert "a.jsonl: messages, 9 documents, " in said
         assert f"1 bad row quarantined in {tmp_path / 'bad.jsonl'}" in said
         assert how in said
+
+
+def test_prompts_without_a_template_are_counted_beside_chats(table_of, tmp_path, capsys):
+    texts = [{"prompt": f"{i} is ", "completion": "a number"} for i in range(3)]
+    chats = [{name: [{"role": role, "content": row[name]}] for name, role in ROLES.items()} for row in texts]
+    for rows, expected in ((texts + chats, True), (texts, False), (chats, False)):
+        table_of(write_jsonl(tmp_path / "a.jsonl", rows), progress=True)
+        assert ("chat template is written around it (3 of 6 documents)" in capsys.readouterr().out) == expected
 
 
 SCRIPT = """

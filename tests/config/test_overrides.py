@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+
 import pytest
 from support.recipes import QUICK, refusal, write_recipe
 

@@ -96,9 +96,10 @@ def test_two_ranks_stop_early_and_finish_like_one_process(ranks, forks, tmp_path
     for name, weight in adapter(tmp_path / "alone").items():
         assert torch.equal(adapter(tmp_path / "two")[name], weight), name
     words = made(tmp_path / "told", "schedule.name=wsd", "train.epochs=400", "train.max_minutes=600")
-    first, _ = both = ranks.start(words, tmp_path / "told", "trace")
-    assert first.until("training", 8), tail(tmp_path / "told")
+    first, _ = both = ranks.start(words, tmp_path / "told", "trace", stops={0: ("training", 8)})
+    assert first.stopped(), tail(tmp_path / "told")
     (tmp_path / "told" / "run" / "finish").touch()
+    first.send(signal.SIGCONT)
     assert [forked.wait() for forked in both] == [0, 0], tail(tmp_path / "told")
     result = json.loads((tmp_path / "told" / "run" / "result.json").read_text())
     assert result["train/ended_early"] == "finish"
@@ -162,9 +163,9 @@ def test_mistake_is_reported_once(ranks, tmp_path):
 def test_run_in_use_is_refused_by_all_ranks(ranks, forks, tmp_path):
     folder = tmp_path / "busy"
     words = made(folder, "train.epochs=400")
-    holder = forks.start(words, folder, "holder.jsonl")
+    holder = forks.start(words, folder, "holder.jsonl", stops=("training", 2))
     try:
-        assert holder.until("training", 2)
+        assert holder.stopped(), tail(folder)
         codes = ranks.run(words, folder)
     finally:
         holder.kill()

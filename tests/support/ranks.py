@@ -53,12 +53,14 @@ class Ranks:
         faults: Mapping[int, str] | None = None,
         own: Mapping[int, list[str]] | None = None,
         place: Callable[[int], dict[str, str]] | None = None,
+        stops: Mapping[int, tuple[str, int]] | None = None,
         **environ: str,
     ) -> list[Forked]:
         """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt.
 
         `faults`: the fault of a rank (injected.py). `own`: further words of a rank. `place`: the
-        environment variables that number a rank; None means those of the launcher.
+        environment variables that number a rank; None means those of the launcher. `stops`: where a rank stops
+        itself (Forked).
         """
         port, started = str(free_port()), []
 
@@ -69,7 +71,13 @@ class Ranks:
         for rank in range(self.count):
             one = {**(place or of_launcher)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
             started.append(
-                self.server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one)
+                self.server.start(
+                    [*words, *(own or {}).get(rank, ())],
+                    folder,
+                    f"{trace}-{rank}.jsonl",
+                    stops=(stops or {}).get(rank),
+                    **one,
+                )
             )
         return started
 

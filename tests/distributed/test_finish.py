@@ -54,7 +54,7 @@ def test_mistake_in_finish_under_torchrun_is_one_message(ranks, tmp_path):
 
 
 def test_finish_starts_the_ranks_of_the_recipe(tmp_path):
-    endless = ("train.epochs=100000", "run.gpus=2", "run.device=cpu")  # only the signal ends it
+    endless = ("train.epochs=10000", "run.gpus=2", "run.device=cpu")  # only the signal ends it
     process = start(command(tmp_path, *LONG[:2], *LONG[3:], *endless), tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:

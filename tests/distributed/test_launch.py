@@ -107,7 +107,7 @@ def test_rank_that_the_launcher_ended_is_reported():
 @pytest.fixture
 def training(tmp_path):
     """The launcher of a run of two ranks in `tmp_path` that has taken a few steps, and that only the test ends."""
-    process = start(command(tmp_path, "train.epochs=100000", "run.gpus=2", "run.device=cpu"), tmp_path)
+    process = start(command(tmp_path, "train.epochs=10000", "run.gpus=2", "run.device=cpu"), tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 3, process)

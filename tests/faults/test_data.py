@@ -405,7 +405,8 @@ def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
         "data.cache_dir=cache",
     ]
     run = forks.start(words, tmp_path)
-    worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")), None))
+    worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")[-1:]), None))
+    os.kill(worker, signal.SIGSTOP)  # so that the run cannot end before the worker is killed
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
     assert not run.ended(), (tmp_path / "log.txt").read_text()
     os.kill(worker, signal.SIGKILL)

@@ -299,7 +299,7 @@ def test_job_script_requeues_a_preempted_job(tmp_path):
     (bin_ / "fxtune").write_text(f'#!/bin/bash\nexec {sys.executable} -m fxtune "$@"\n')
     for file in bin_.iterdir():
         file.chmod(0o755)
-    words = command(tmp_path, "train.epochs=100000", "optimizer.lr=1e-3")  # only the signal ends it
+    words = command(tmp_path, "train.epochs=10000", "optimizer.lr=1e-3")  # only the signal ends it
     words.remove("run.dir=run")
     script = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words]
     environ = user_environment(PATH=f"{bin_}:{os.environ['PATH']}", SLURM_JOB_ID="17")

@@ -21,14 +21,19 @@ number of threads sums in another order."""
 
 
 _PORTS = itertools.count(61 * os.getpid())
+_TAKEN: list[socket.socket] = []
+"""A socket with the name of each port that this process has handed out, so that no other test worker hands it out."""
 
 
 def free_port() -> int:
     """A port at which nothing listens. It lies below the ports that Linux hands out to programs that name none, so that
-    no connection takes it before the ranks do, and other test workers are asked for other ports."""
+    no connection takes it before the ranks do."""
     while True:
         port = 10_000 + next(_PORTS) % 20_000
+        taken = socket.socket(socket.AF_UNIX)
         with socket.socket() as tried, suppress(OSError):
+            taken.bind(f"\0fxtune-test-port-{port}")  # no file, and gone with this process
+            _TAKEN.append(taken)
             tried.bind(("127.0.0.1", port))
             return port
 

@@ -172,6 +172,7 @@ def test_killed_run_leaves_no_workers_and_no_partial_table(tokenizer, table_of, 
     wait_for(lambda: list(tmp_path.glob("cache/tokens/*.staging/ids.npy")), run)
     run.send_signal(signal.SIGKILL)
     run.wait()
+    os.kill(workers[1], signal.SIGCONT)
     wait_for(lambda: not any(map(alive, workers)))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:50]))
     assert len(table_of(path)) == 50

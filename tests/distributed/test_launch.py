@@ -14,6 +14,7 @@ import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 from support.processes import alive, children
+from support.ranks import messages
 
 from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed import launch
@@ -118,7 +119,7 @@ def training(tmp_path):
 
 def the_message(folder):
     """The only message in the output of the runs in `folder`."""
-    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(folder)
     assert len(said) == 1, said
     return said[0]
 

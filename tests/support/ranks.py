@@ -39,8 +39,9 @@ def free_port() -> int:
 
 
 def messages(folder: Path) -> list[str]:
-    """The messages with which the runs in `folder` ended."""
-    return [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    """The messages with which the runs in `folder` ended, without the lines about a rank that is late."""
+    lines = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    return [line for line in lines if not line.startswith("fxtune: all ranks have waited")]
 
 
 @dataclass

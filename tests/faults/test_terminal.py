@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import command, run, user_environment, wait_for
-from support.stopping import resume, stopped_in_group, stops_before
+from support.stopping import resume, stopped_below, stops_before
 
 RANKS = {1: (), 2: ("run.gpus=2", "run.device=cpu")}
 
@@ -74,7 +74,7 @@ def start(folder: Path, ranks: int, shell: bool = False, ignores: bool = False) 
     if shell:  # the first shell leads the session; the second writes the exit code and survives
         argv = ["sh", "-c", f"( trap : HUP; {shlex.join(argv)}; echo $? > code )\ntrue"]
     terminal = Terminal(argv, folder, ignores, **stops_before(5, folder))
-    return terminal, stopped_in_group(terminal.process)
+    return terminal, stopped_below(terminal.process)
 
 
 def adapter(folder: Path) -> bytes:

@@ -2,7 +2,7 @@
 before a step. So a test that signals or kills such a run there may take any time.
 
     process = start(words, folder, **stops_before(5, folder))
-    stopped_in_group(process)  # it has taken four steps
+    stopped_below(process)  # it has taken four steps
     assert kill(process) == -9
 
 Runs of ForkServer stop themselves at any phase (`stops` of killing.py).
@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 
 from support.harness import KEPT, wait_for
-from support.processes import group, stopped
+from support.processes import children, stopped
 
 STEP = "FXTUNE_TEST_STOP_BEFORE"
 CODE = f'''
@@ -66,15 +66,20 @@ def stops_before(step: int, folder: Path) -> dict[str, str]:
     return {STEP: str(step), "PYTHONPATH": os.pathsep.join([str(place), KEPT["PYTHONPATH"]])}
 
 
-def stopped_in_group(process: subprocess.Popen[bytes]) -> list[int]:
-    """Wait until the run has stopped itself. `process` leads its process group. Returns the stopped processes.
+def stopped_below(process: subprocess.Popen[bytes]) -> list[int]:
+    """Wait until the run that `process` is, or has started, has stopped itself. Returns the stopped processes.
 
     AssertionError if the run ends before.
     """
-    return list(wait_for(lambda: [pid for pid in group(process.pid) if stopped(pid)], process))
+    return list(wait_for(lambda: [pid for pid in family(process.pid) if stopped(pid)], process))
+
+
+def family(pid: int) -> list[int]:
+    """A process, its children, their children and so on. A launcher gives its ranks process groups of their own."""
+    return [pid, *(each for child in children(pid) for each in family(child))]
 
 
 def resume(pids: list[int]) -> None:
-    """Let the processes of stopped_in_group() go on, with the signals that came meanwhile."""
+    """Let the processes of stopped_below() go on, with the signals that came meanwhile."""
     for pid in pids:
         os.kill(pid, signal.SIGCONT)

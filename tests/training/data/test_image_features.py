@@ -17,7 +17,7 @@ from support.harness import command, kill, run, small_disk, start, wait_for, wri
 from support.processors import FAMILIES, write_model, write_picture_pairs, write_picture_rows
 from support.rows import write_jsonl
 from support.runs import exported, figures, losses, same_export
-from support.stopping import stopped_in_group, stops_before
+from support.stopping import stopped_below, stops_before
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxtune.cli.main import main
@@ -117,7 +117,7 @@ def test_full_fine_tuning_resumes_after_kills(cwd):
     wait_for(lambda: [*Path("other").glob("cache/**/image_features-*")])
     kill(process, signal.SIGKILL)
     process = start(words, cwd / "other", **stops_before(6, cwd))
-    stopped_in_group(process)
+    stopped_below(process)
     assert [*Path("other").glob("run/checkpoints/step-*")]
     assert kill(process, signal.SIGKILL) == -9
     assert run(words, cwd / "other").code == 0

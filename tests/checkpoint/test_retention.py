@@ -54,8 +54,10 @@ def test_foreign_folders_are_never_removed(tmp_path):
     assert names(tmp_path) == ["notes", "step-00000001-copy", "step-00000003", "step-best"]
 
 
-def test_disk_space_is_checked_before_a_run_begins(tmp_path):
-    free, notes = shutil.disk_usage(tmp_path).free, []
+def test_disk_space_is_checked_before_a_run_begins(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)  # other processes change it meanwhile
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    free, notes = usage.free, []
     checkpoints = Checkpoints(tmp_path / "not" / "there", CheckpointConfig(keep=2), note=notes.append)
     for size, saves, evaluates in ((free // 10, 9, True), (free // 4, 9, False), (free // 3, 2, False)):
         checkpoints.check_room(size, free // 10, saves, evaluates)

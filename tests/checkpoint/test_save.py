@@ -27,11 +27,11 @@ def test_changes_after_a_save_are_not_in_it(tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A disk that writes once the event is set."""
-    go, real = threading.Event(), stored.write
-    monkeypatch.setattr(stored, "write", lambda *given: go.wait(600) and real(*given))
+    """A disk that writes a checkpoint for each release()."""
+    go, real = threading.Semaphore(0), stored.write
+    monkeypatch.setattr(stored, "write", lambda *given: go.acquire(timeout=600) and real(*given))
     yield go
-    go.set()
+    go.release(2)
 
 
 def test_loop_continues_during_a_save_and_at_most_one_is_in_flight(tmp_path, slow):
@@ -39,11 +39,11 @@ def test_loop_continues_during_a_save_and_at_most_one_is_in_flight(tmp_path, slo
     checkpoints.save(TrainState(step=1), {"w": torch.zeros(4)}, {})
     assert checkpoints.save_timings() == {}  # it has not ended
     assert not stored.paths(tmp_path)
-    threading.Timer(0.1, slow.set).start()
+    threading.Timer(0.1, slow.release).start()
     checkpoints.save(TrainState(step=2), {"w": torch.zeros(4)}, {})  # waits for the first
-    assert slow.is_set()
-    assert stored.paths(tmp_path)[0].name == "step-00000001"
+    assert [path.name for path in stored.paths(tmp_path)] == ["step-00000001"]
     assert checkpoints.save_timings().keys() == {"checkpoint/stall_seconds", "checkpoint/seconds"}
+    slow.release()
     with checkpoints:
         pass  # waits, too
     assert names(tmp_path) == ["step-00000001", "step-00000002"]

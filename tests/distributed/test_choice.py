@@ -58,7 +58,7 @@ def test_rank_0_waits_until_the_others_have_read_its_choice(be):
     waiting.join(0.2)
     assert waiting.is_alive()
     store.set(choice._read_by(1, "2"), "")
-    waiting.join(60)
+    waiting.join(600)
     assert not waiting.is_alive()
 
 

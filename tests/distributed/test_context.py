@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command
 from support.killing import ForkServer, Reference, tail
-from support.ranks import ONE_THREAD, Ranks
+from support.ranks import ONE_THREAD, Ranks, messages
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
@@ -74,12 +74,12 @@ def test_two_ranks_with_half_of_each_row_learn_what_one_process_learns(ranks, fo
 
 def test_a_killed_rank_ends_the_one_that_waits_for_its_tokens(ranks, tmp_path):
     words = made(tmp_path / "run", "train.max_steps=2000", "parallel.context=2")
-    first, second = ranks.start(words, tmp_path / "run")
-    assert first.until("training", 5), tail(tmp_path / "run")
+    first, second = ranks.start(words, tmp_path / "run", stops={1: ("training", 5)})
+    assert second.stopped(), tail(tmp_path / "run")
     second.kill()
     assert second.wait() == -signal.SIGKILL
     assert first.wait() == 7, tail(tmp_path / "run")
-    said = [line for line in tail(tmp_path / "run", 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(tmp_path / "run")
     assert len(said) == 1, said
 
 

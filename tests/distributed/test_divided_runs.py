@@ -39,8 +39,8 @@ def sha256(file: Path) -> str:
 
 def killed(ranks: Ranks, folder: Path, words: tuple[str, ...], phase: str, occurrence: int) -> None:
     """Start a run, and kill rank 1 when it enters `phase` for the n-th time."""
-    first, second = ranks.start(command(folder, *words), folder, "before")
-    assert second.until(phase, occurrence), tail(folder)
+    first, second = ranks.start(command(folder, *words), folder, "before", stops={1: (phase, occurrence)})
+    assert second.stopped(), tail(folder)
     second.kill()
     assert second.wait() == -signal.SIGKILL
     assert first.wait() != 0, tail(folder)
@@ -108,10 +108,10 @@ def test_one_process_goes_on_with_a_divided_run(ranks, forks, whole, tmp_path):
 
 def test_divided_run_goes_on_with_one_of_one_process(ranks, forks, whole, tmp_path):
     alone = tuple(word for word in FULL if not word.startswith("parallel"))
-    one = forks.start(command(tmp_path, *alone), tmp_path, "before.jsonl")
-    assert one.until("training", 15), tail(tmp_path)
+    one = forks.start(command(tmp_path, *alone), tmp_path, "before.jsonl", stops=("training", 15))
+    assert one.stopped(), tail(tmp_path)
     one.kill()
-    one.wait()
+    assert one.wait() == -signal.SIGKILL
     ended(ranks, tmp_path, FULL)
     assert losses(tmp_path / "run") == pytest.approx(losses(whole / "run"), abs=1e-5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -26,10 +25,10 @@ def result(folder: Path) -> dict:
 
 def stop(ranks: Ranks, folder: Path, *words: str) -> None:
     """Start a run of two ranks, and stop it after some steps."""
-    both = ranks.start(command(folder, *LONG, *words), folder)
-    assert both[0].until("training", 7), tail(folder)
+    both = ranks.start(command(folder, *LONG, *words), folder, stops={0: ("training", 7)})
+    assert both[0].stopped(), tail(folder)
     for forked in both:
-        os.kill(forked.pid, signal.SIGTERM)
+        forked.send(signal.SIGTERM)
     assert [forked.wait() for forked in both] == [75, 75], tail(folder)
 
 
@@ -55,7 +54,8 @@ def test_mistake_in_finish_under_torchrun_is_one_message(ranks, tmp_path):
 
 
 def test_finish_starts_the_ranks_of_the_recipe(tmp_path):
-    process = start([*command(tmp_path, *LONG), "run.gpus=2", "run.device=cpu"], tmp_path)
+    endless = ("train.epochs=10000", "run.gpus=2", "run.device=cpu")  # only the signal ends it
+    process = start(command(tmp_path, *LONG[:2], *LONG[3:], *endless), tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 5, process)

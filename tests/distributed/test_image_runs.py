@@ -135,9 +135,10 @@ def test_ranks_that_send_less_train_the_tower(words, ranks, tmp_path):
 def test_images_that_go_stop_all_ranks_with_a_checkpoint(ranks, tmp_path):
     words = made(tmp_path / "two", "qwen2_5_vl", "train.max_steps=60", "checkpoint.every=0")
     two, pictures = tmp_path / "two", tmp_path / "two" / "pictures"
-    started = ranks.start(words, two, "before")
-    assert started[0].until("training", 2), tail(two)
+    started = ranks.start(words, two, "before", stops={0: ("training", 2)})
+    assert started[0].stopped(), tail(two)
     pictures.rename(two / "moved")
+    started[0].send(signal.SIGCONT)
     assert [forked.wait() for forked in started] == [3, 3], tail(two)
     assert "there is no such file. It was read when the data was tokenized" in tail(two, 2000)
     (two / "moved").rename(pictures)

@@ -14,6 +14,7 @@ import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 from support.processes import alive, children
+from support.ranks import messages
 
 from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed import launch
@@ -106,8 +107,8 @@ def test_rank_that_the_launcher_ended_is_reported():
 
 @pytest.fixture
 def training(tmp_path):
-    """The launcher of a run of two ranks in `tmp_path` that has taken a few steps."""
-    process = start([*command(tmp_path, "train.epochs=40"), "run.gpus=2", "run.device=cpu"], tmp_path)
+    """The launcher of a run of two ranks in `tmp_path` that has taken a few steps, and that only the test ends."""
+    process = start(command(tmp_path, "train.epochs=10000", "run.gpus=2", "run.device=cpu"), tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 3, process)
@@ -118,7 +119,7 @@ def training(tmp_path):
 
 def the_message(folder):
     """The only message in the output of the runs in `folder`."""
-    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(folder)
     assert len(said) == 1, said
     return said[0]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command, write_chats
 from support.killing import MODES, Reference, tail
-from support.ranks import ONE_THREAD, Ranks
+from support.ranks import ONE_THREAD, Ranks, messages
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
@@ -96,9 +96,10 @@ def test_two_ranks_stop_early_and_finish_like_one_process(ranks, forks, tmp_path
     for name, weight in adapter(tmp_path / "alone").items():
         assert torch.equal(adapter(tmp_path / "two")[name], weight), name
     words = made(tmp_path / "told", "schedule.name=wsd", "train.epochs=400", "train.max_minutes=600")
-    first, _ = both = ranks.start(words, tmp_path / "told", "trace")
-    assert first.until("training", 8), tail(tmp_path / "told")
+    first, _ = both = ranks.start(words, tmp_path / "told", "trace", stops={0: ("training", 8)})
+    assert first.stopped(), tail(tmp_path / "told")
     (tmp_path / "told" / "run" / "finish").touch()
+    first.send(signal.SIGCONT)
     assert [forked.wait() for forked in both] == [0, 0], tail(tmp_path / "told")
     result = json.loads((tmp_path / "told" / "run" / "result.json").read_text())
     assert result["train/ended_early"] == "finish"
@@ -123,7 +124,7 @@ def test_killed_rank_ends_the_other_and_the_same_command_resumes_bit_for_bit(ran
     words = made(tmp_path / "killed")
     codes = ranks.run(words, tmp_path / "killed", "before", faults={1: "SIGKILL@9"})
     assert codes == [7, -signal.SIGKILL], tail(tmp_path / "killed")
-    said = [line for line in tail(tmp_path / "killed", 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(tmp_path / "killed")
     assert len(said) == 1
     assert "lost another rank while" in said[0]
     assert ranks.run(words, tmp_path / "killed") == [0, 0], tail(tmp_path / "killed")
@@ -141,7 +142,7 @@ def test_signal_at_one_rank_saves_and_ends_both(ranks, forks, tmp_path, which):
     folder = tmp_path / "stopped"
     words = made(folder)
     assert ranks.run(words, folder, "before", faults={which: "SIGTERM@7"}) == [75, 75], tail(folder)
-    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(folder)
     assert len(said) == 1
     assert "SIGTERM: saved after step" in said[0]
     newest = max(folder.glob("run/checkpoints/step-*"))
@@ -155,21 +156,21 @@ def test_mistake_is_reported_once(ranks, tmp_path):
     words = made(tmp_path / "run", "model.path=/nowhere", "model.init=pretrained")
     first, second = ranks.run(words, tmp_path / "run")
     assert first == second > 0
-    said = [line for line in tail(tmp_path / "run", 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(tmp_path / "run")
     assert len(said) == 1, said
 
 
 def test_run_in_use_is_refused_by_all_ranks(ranks, forks, tmp_path):
     folder = tmp_path / "busy"
     words = made(folder, "train.epochs=400")
-    holder = forks.start(words, folder, "holder.jsonl")
+    holder = forks.start(words, folder, "holder.jsonl", stops=("training", 2))
     try:
-        assert holder.until("training", 2)
+        assert holder.stopped(), tail(folder)
         codes = ranks.run(words, folder)
     finally:
         holder.kill()
         holder.wait()
-    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    said = messages(folder)
     assert codes == [6, 6], said
     assert len(said) == 1, said
     assert "is in use by a run that is alive" in said[0]

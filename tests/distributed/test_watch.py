@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from support.harness import wait_for
 from support.ranks import free_port
 from torch.distributed import TCPStore
 
@@ -109,18 +111,25 @@ def test_rank_whose_watch_waits_for_the_store_ends_with_its_own_code(patience, c
     with subprocess.Popen(words, env={**os.environ, **place}, stdin=subprocess.PIPE) as rank:
         TCPStore("127.0.0.1", port, is_master=False).wait(["beat 0/1"])
         os.kill(holder.pid, signal.SIGSTOP)
-        time.sleep(0.5)  # the next beat waits for its answer
+        wait_for(lambda: unread(port))  # the next beat waits for its answer
         rank.stdin.write(b"\n")
         rank.stdin.close()
-        time.sleep(0.5)
+        time.sleep(0.5)  # it waits for its watch
         if code == 0:
             os.kill(holder.pid, signal.SIGCONT)
         try:
-            assert rank.wait(60) == code
+            assert rank.wait(600) == code
         finally:
             rank.kill()
             holder.kill()
             holder.join()
+
+
+def unread(port: int) -> bool:
+    """Whether a connection to this port has data that the listening process has not read."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+    waiting = {local.rpartition(":")[2]: queues for _, local, _, _, queues, *_ in rows if queues[-8:] != "0" * 8}
+    return f"{port:04X}" in waiting
 
 
 def _hold_store(port):

@@ -209,7 +209,7 @@ def test_no_thread_of_a_process_group_runs_when_a_rank_exits(words, stopped, tmp
     needs itself; a forked one has imported all of it before it joins the others."""
     (tmp_path / "sitecustomize.py").write_text(COUNTING)
     (tmp_path / "threads").mkdir()
-    steps = "train.max_steps=2000" if stopped else "train.max_steps=3"
+    steps = f"train.max_steps={10**6 if stopped else 3}"
     argv = command(tmp_path, "run.gpus=2", "run.device=cpu", "train.epochs=null", steps, *words)
     path = os.pathsep.join([str(tmp_path), user_environment()["PYTHONPATH"]])
     process = start(argv, tmp_path, PYTHONPATH=path, THREADS=str(tmp_path / "threads"))

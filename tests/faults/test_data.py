@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import tracemalloc
 
 import pyarrow as pa
@@ -363,7 +362,7 @@ def test_killed_loader_workers_change_no_batch(tokenizer, tmp_path, capsys):
     for step in loader.steps():
         if step.index == 3:
             victim = min(loaders() - before)
-            threading.Timer(0.0, os.kill, (victim, signal.SIGKILL)).start()
+            os.kill(victim, signal.SIGKILL)
         found.append([batch.input_ids for batch in step.micro_batches])
     loader.close()
     expected = [
@@ -406,7 +405,8 @@ def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
         "data.cache_dir=cache",
     ]
     run = forks.start(words, tmp_path)
-    worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")), None))
+    worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")[-1:]), None))
+    os.kill(worker, signal.SIGSTOP)  # so that the run cannot end before the worker is killed
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
     assert not run.ended(), (tmp_path / "log.txt").read_text()
     os.kill(worker, signal.SIGKILL)

@@ -100,17 +100,17 @@ def at_step(monkeypatch, step: int, what) -> None:
 
 @pytest.mark.vital
 def test_signal_waits_for_the_current_save(run_, monkeypatch):
-    """The writer is slow. The signal's checkpoint is of the same step, so it is not written twice."""
+    """The signal's checkpoint is of the same step, so it is not written twice."""
     run_.checkpoint.every = 3
-    real, written = stored.write, []
+    real, written, signalled = stored.write, [], threading.Event()
 
     def slow(staging, *given):
-        time.sleep(0.5)
+        assert signalled.wait(600)
         written.append(staging.name)
         return real(staging, *given)
 
     monkeypatch.setattr(stored, "write", slow)
-    at_step(monkeypatch, 3, send)
+    at_step(monkeypatch, 3, lambda: (signalled.set(), send()))
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert written == [".staging-step-00000003"]

@@ -182,7 +182,6 @@ def step(tmp_path_factory) -> Step:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(client, "START_SECONDS", 0.3)
 
 
 # --- advantages
@@ -342,7 +341,9 @@ def test_a_server_that_fails_once_writes_the_same_answers(step, undisturbed, tmp
         ("nans", HardwareError, "--logprobs-mode processed_logprobs"),
     ],
 )
-def test_a_server_that_stays_wrong_ends_the_run_and_leaves_no_step(step, tmp_path, fault, error, said):
+def test_a_server_that_stays_wrong_ends_the_run_and_leaves_no_step(step, tmp_path, fault, error, said, monkeypatch):
+    if fault == "dies":
+        monkeypatch.setattr(client, "START_SECONDS", 0.3)
     with vllm_server(TINY, faults=(fault,)) as server:
         sampler = step.sampler(server.url, tmp_path, request_seconds=0.3 if fault == "silent" else 60.0)
         with pytest.raises(error) as found:

@@ -142,15 +142,16 @@ def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch)
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
 def test_template_that_attacks_at_a_later_row_is_limited(more, cwd, tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        "fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
-    )
+    seconds = 60.0
+    monkeypatch.setattr("fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds, more=200 << 20))
     Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
     encoder = Encoder(tokenizer, FORMATS["messages"], "late.jinja")
     assert not isinstance(encoder.encode([CHAT])[0], str)
     woken = {"messages": [{"role": "user", "content": "wake up"}, CHAT["messages"][1]]}
+    seconds = 0.5
     with pytest.raises(DataError, match="stopped: it needs more than"):
         encoder.encode([CHAT, woken])
+    seconds = 60.0
     assert not isinstance(encoder.encode([CHAT])[0], str), "the limits must be removed again"
 
 
@@ -465,7 +466,8 @@ ODD_ADAPTERS = {
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
 def test_malicious_adapter_config_neither_runs_code_nor_hangs(what, adapter, monkeypatch):
     values, message = ODD_ADAPTERS[what]
-    monkeypatch.setattr("fxtune.outputs.adapter.limit_resources", lambda: limit_resources(seconds=0.5))
+    seconds = 0.5 if "processor time" in message else 60.0
+    monkeypatch.setattr("fxtune.outputs.adapter.limit_resources", lambda: limit_resources(seconds))
     (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(adapter.parent)
     change(adapter / "adapter_config.json", **values)

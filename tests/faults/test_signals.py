@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from support.endings import Ending, Traced
 from support.harness import ROOT, command, user_environment, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
-from support.processes import waits
+from support.processes import children, stopped, waits
 
 from fxtune.config import compose
 
@@ -91,16 +92,23 @@ def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
     ("phase", "words", "how", "code"),
     [
         ("training", ("loader.num_workers=2", *LEARNS), signal.SIGINT, 130),
-        ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
+        (
+            "tokenising",
+            ("data.workers=2", "data.sources=[{path: many.jsonl}]", "train.epochs=1000"),  # only the signal ends it
+            signal.SIGTERM,
+            75,
+        ),
     ],
 )
 def test_workers_leave_signals_to_the_main_process(forks, tmp_path, phase, words, how, code):
     """Ctrl-C and schedulers signal every process of the group or job."""
     prepare(tmp_path / "run", "tokenisers" if phase == "tokenising" else "lora")
-    forked = forks.start(command(tmp_path / "run", *words), tmp_path / "run")
-    assert forked.until(phase, 2 if phase == "training" else 1)
-    if phase == "tokenising":
-        time.sleep(1.5)  # workers start or run
+    stops = ("training", 2) if phase == "training" else None
+    forked = forks.start(command(tmp_path / "run", *words), tmp_path / "run", stops=stops)
+    if stops:
+        assert forked.stopped(), tail(tmp_path / "run")
+    else:
+        wait_for(lambda: forked.ended() or len(children(forked.pid, "spawn_main")) == 2)
     assert stop(forked, how, group=True) == code
     text = tail(tmp_path / "run", WHOLE)
     assert "died" not in text
@@ -169,8 +177,15 @@ def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
         trains.set()
         draining.join()
 
+    def unread() -> int:
+        """Bytes in the pipe."""
+        return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+
     def quiet() -> bool:
         before = Traced.read(forked.file).lines
+        if unread() < 3500:  # there is room for lines: the run waits for something else
+            time.sleep(0.1)
+            return False
         for _ in range(30):  # longer than a step
             time.sleep(0.1)
             if not waits(forked.pid):  # as a run does that computes, and one that gets no processor
@@ -178,8 +193,11 @@ def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
         return Traced.read(forked.file).lines == before
 
     wait_for(quiet)
-    os.kill(forked.pid, how)
-    os.kill(forked.pid, how)
+    os.kill(forked.pid, signal.SIGSTOP)
+    wait_for(lambda: stopped(forked.pid))
+    for number in (signal.SIGTERM, signal.SIGINT):  # both arrive when it goes on
+        os.kill(forked.pid, number)
+    os.kill(forked.pid, signal.SIGCONT)
     time.sleep(0.6)
     assert not forked.ended()
     while not forked.ended():  # a busy machine may read the later signal so late that it counts as the first, too
@@ -227,9 +245,9 @@ with SIGNALS, SIGNALS.deferred():
 
 @pytest.mark.slow
 def test_signal_ends_a_sweep_with_its_current_run(forks, tmp_path):
-    words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3", "train.epochs=100")]
-    forked = forks.start(words, tmp_path)
-    assert forked.until("training", 3)
+    words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3")]
+    forked = forks.start(words, tmp_path, stops=("training", 3))
+    assert forked.stopped(), tail(tmp_path)
     assert stop(forked, signal.SIGTERM) == 75
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["optimizer.lr=0.001"]
     assert "saved after step" in tail(tmp_path, WHOLE)
@@ -281,7 +299,7 @@ def test_job_script_requeues_a_preempted_job(tmp_path):
     (bin_ / "fxtune").write_text(f'#!/bin/bash\nexec {sys.executable} -m fxtune "$@"\n')
     for file in bin_.iterdir():
         file.chmod(0o755)
-    words = command(tmp_path, "train.epochs=8", "optimizer.lr=1e-3")
+    words = command(tmp_path, "train.epochs=10000", "optimizer.lr=1e-3")  # only the signal ends it
     words.remove("run.dir=run")
     script = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words]
     environ = user_environment(PATH=f"{bin_}:{os.environ['PATH']}", SLURM_JOB_ID="17")

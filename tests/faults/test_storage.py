@@ -208,9 +208,11 @@ def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_pa
 def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "40m") as disk:
         words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
-        process = forks.start(words, tmp_path)
-        wait_for(lambda: paths(disk / "checkpoints"))
+        process = forks.start(words, tmp_path, stops=("training", 25))
+        assert process.stopped(), said()
+        assert paths(disk / "checkpoints")
         filled = ballast(disk, leave=MIB)
+        process.send(signal.SIGCONT)
         wait_for(lambda: "could not be written" in said())
         complete = paths(disk / "checkpoints")
         assert complete
@@ -236,17 +238,17 @@ def steps(run: Path) -> list[int]:
 
 
 def begun(disk: Path, folder: Path, forks) -> list[str]:
-    """The command line of a run in `disk` that was killed after about sixty steps.
+    """The command line of a run in `disk` that was killed after seventy steps, with the checkpoint of step 60.
 
     Its checkpoints are on another disk.
     """
     (folder / "elsewhere").mkdir()
     (disk / "checkpoints").symlink_to(folder / "elsewhere")
     words = command(folder, "train.epochs=15", "checkpoint.every=10")
-    process = forks.start(words, folder)
-    wait_for(lambda: any(step_of(path) >= 60 for path in paths(folder / "elsewhere")))
+    process = forks.start(words, folder, stops=("training", 71))
+    assert process.stopped()
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     return words
 
 
@@ -258,9 +260,11 @@ def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path,
         filled = ballast(
             disk, leave=size // 4096 * 4096
         )  # enough for the run's files, but not for a second copy of these lines
-        process = forks.start(words, tmp_path)
-        wait_for(lambda: "metrics.jsonl could not be written at step" in said() or process.ended())
+        process = forks.start(words, tmp_path, stops=("training", 80))
+        assert process.stopped(), said()
+        assert "metrics.jsonl could not be written at step" in said()
         filled.unlink()
+        process.send(signal.SIGCONT)
         assert process.wait() == 0, said()
         assert steps(disk) == list(range(1, 181))
         assert "its lines wait in memory until there is room" in " ".join(said().split())
@@ -299,10 +303,11 @@ def _save_for_ever(folder: str, said: str) -> None:
 
 @pytest.mark.slow
 def test_killed_saves_lose_nothing_that_was_reported_as_saved(tmp_path):
-    context, draw, leftovers = multiprocessing.get_context("fork"), random.Random(0), 0
+    context, draw, kills, leftovers = multiprocessing.get_context("fork"), random.Random(0), 0, 0
     folder, said = tmp_path / "checkpoints", tmp_path / "said"
     said.touch()
-    for _ in range(12):
+    while kills < 12 or not leftovers:  # until some saves were killed midway, else the test shows nothing
+        kills += 1
         before = said.stat().st_size
         child = context.Process(target=_save_for_ever, args=(str(folder), str(said)))
         child.start()
@@ -314,7 +319,6 @@ def test_killed_saves_lose_nothing_that_was_reported_as_saved(tmp_path):
         found = Checkpoints(folder, CheckpointConfig(), note=pytest.fail).load_newest()
         assert found.state.step >= int(said.read_text().split()[-1])
         assert found.weights["w"].unique().tolist() == [found.state.step]
-    assert leftovers  # some saves must have been killed midway, else the test shows nothing
 
 
 class Bomb:
@@ -539,11 +543,13 @@ def test_checkpoint_whose_replacement_was_killed_is_restored_also_in_another_for
 
 
 def killed_with_three(folder, forks, epochs):
-    """The command line and the checkpoints' folder of a run that was killed when it had three checkpoints."""
+    """The command line and the checkpoints' folder of a run that was killed when it had three checkpoints and wrote
+    another."""
     words = command(folder, f"train.epochs={epochs}", "checkpoint.every=1", "checkpoint.keep=3")
     checkpoints = folder / "run" / "checkpoints"
-    process = forks.start(words, folder)
-    wait_for(lambda: len(paths(checkpoints)) >= 3)
+    process = forks.start(words, folder, stops=("saving", 5))
+    assert process.stopped()
+    assert len(paths(checkpoints)) >= 3
     process.kill()
     assert process.wait() == -signal.SIGKILL
     return words, checkpoints

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import command, run, user_environment, wait_for
+from support.stopping import resume, stopped_below, stops_before
 
 RANKS = {1: (), 2: ("run.gpus=2", "run.device=cpu")}
 
@@ -22,7 +23,7 @@ RANKS = {1: (), 2: ("run.gpus=2", "run.device=cpu")}
 class Terminal:
     """A program in a terminal of its own, whose session it leads. `close()` closes the terminal as a window does."""
 
-    def __init__(self, argv: list[str], folder: Path, ignores: bool = False):
+    def __init__(self, argv: list[str], folder: Path, ignores: bool = False, **environ: str):
         self.master, slave = pty.openpty()
 
         def take_terminal() -> None:
@@ -35,7 +36,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=user_environment(TERM="xterm-256color"),
+            env=user_environment(TERM="xterm-256color", **environ),
             start_new_session=True,
             preexec_fn=take_terminal,
         )
@@ -61,21 +62,19 @@ class Terminal:
 
 
 def words(folder: Path, ranks: int, *more: str) -> list[str]:
-    """A run of 240 steps whose display redraws a line: it is far from its end when its terminal closes."""
-    keys = ("train.epochs=20", "checkpoint.every=0", "tracking.display=auto")
+    """A run of 36 steps whose display redraws a line."""
+    keys = ("train.epochs=3", "checkpoint.every=0", "tracking.display=auto")
     return command(folder, *keys, *RANKS[ranks], *more)
 
 
-def start(folder: Path, ranks: int, shell: bool = False, ignores: bool = False) -> Terminal:
-    """A run in a terminal that has taken a few steps. `shell`: a shell has started it. Its workers are in the group that
-    the terminal signals, too."""
+def start(folder: Path, ranks: int, shell: bool = False, ignores: bool = False) -> tuple[Terminal, list[int]]:
+    """A run in a terminal that has taken a few steps, and its processes that have stopped themselves there. `shell`: a
+    shell has started it. Its workers are in the group that the terminal signals, too."""
     argv = [sys.executable, "-m", "fxtune", *words(folder, ranks, *["loader.num_workers=2"] * shell)]
     if shell:  # the first shell leads the session; the second writes the exit code and survives
         argv = ["sh", "-c", f"( trap : HUP; {shlex.join(argv)}; echo $? > code )\ntrue"]
-    terminal = Terminal(argv, folder, ignores)
-    metrics = folder / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 3, terminal.process)
-    return terminal
+    terminal = Terminal(argv, folder, ignores, **stops_before(5, folder))
+    return terminal, stopped_below(terminal.process)
 
 
 def adapter(folder: Path) -> bytes:
@@ -94,8 +93,9 @@ def adapter(folder: Path) -> bytes:
 def test_closed_terminal_saves_the_run_and_the_same_command_ends_with_the_same_bits(tmp_path, ranks, shell):
     folder, whole = tmp_path / "closed", tmp_path / "whole"
     folder.mkdir(), whole.mkdir()
-    terminal = start(folder, ranks, shell)
+    terminal, stopped = start(folder, ranks, shell)
     terminal.close()
+    resume(stopped)
     code = terminal.process.wait(600)
     if shell:
         assert code == -signal.SIGHUP
@@ -115,16 +115,18 @@ def test_closed_terminal_saves_the_run_and_the_same_command_ends_with_the_same_b
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_run_that_ignores_the_hangup_trains_to_the_end_without_its_terminal(tmp_path, ranks):
-    terminal = start(tmp_path, ranks, ignores=True)
+    terminal, stopped = start(tmp_path, ranks, ignores=True)
     terminal.close()
+    resume(stopped)
     assert terminal.process.wait(600) == 0, terminal.seen
     assert (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.slow
 def test_hangup_by_a_live_terminal_is_told_there(tmp_path):
-    terminal = start(tmp_path, 1)
+    terminal, stopped = start(tmp_path, 1)
     os.kill(terminal.process.pid, signal.SIGHUP)
+    resume(stopped)
     assert terminal.process.wait(600) == 75
     wait_for(lambda: b"SIGHUP: saved after step" in terminal.seen)
     terminal.close()

@@ -80,11 +80,18 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
     server.mode = fault
     if fault == "refused":
         monkeypatch.setenv("WANDB_BASE_URL", refused())
+    late, go = tmp_path / "late.py", tmp_path / "go"
+    late.write_text(
+        f"import pathlib, sys, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n"
+        f"sys.path.insert(0, {str(client.PROGRAM.parent)!r})\nimport worker\nworker.main()\n"
+    )
+    monkeypatch.setattr(client, "PROGRAM", late)
     notes: list[str] = []
     tracker = start(tmp_path / "run", notes, wandb_id=RUN, init_timeout=1.0)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step})
     assert not notes, "start and logging must not wait for W&B"
+    go.touch()
     tracker.finish()
     assert len([note for note in notes if "W&B did not take the run" in note]) == 1, notes
     words = sync_command(notes, "wandb")

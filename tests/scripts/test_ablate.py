@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,17 @@ def test_measured_and_refused_cases_and_time_limit(cwd, chats, monkeypatch, caps
     common = ("--smoke", "--data", str(chats), "--json", "out.json")
     monkeypatch.setitem(ablate.TECHNIQUES, "flash4", ("techniques.attention.backend=flash5",))
     monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,flash4"])
+    began = time.monotonic()
     ablate.main()
+    seconds = time.monotonic() - began
     out = capsys.readouterr().out
     rows = json.loads(Path("out.json").read_text())
     plain, refused = rows["tiny 256 plain"], rows["tiny 256 flash4"]
     assert plain["tokens_per_second"] > 0
     assert plain["memory_gib"] > 0.05
-    assert plain["step_seconds"] == pytest.approx(256 / plain["tokens_per_second"], rel=0.2)
+    # The median step, and tokens by the mean step: half of the steps take the median or longer.
+    assert 0 < plain["step_seconds"] < 2 * 256 / plain["tokens_per_second"]
+    assert 4 * 256 / plain["tokens_per_second"] < seconds, "four steps"
     assert refused["error"].startswith("refused: ")
     assert "techniques.attention.backend" in refused["error"]
     assert f"| tiny | 1 x 256 | plain | {plain['tokens_per_second']:,.0f} |" in out

@@ -294,7 +294,7 @@ class Bench:
         """Run a command, or another function of its words, in `place`."""
         log = place / "log.txt"
         before = log.stat().st_size if log.exists() else 0
-        code = self.server.start(words, place, function=function).wait(300)
+        code = self.server.start(words, place, function=function).wait()
         return Done(code, log.read_bytes()[before:].decode(errors="replace"))
 
     def run(self, case: Case, oracles: frozenset[str] = frozenset()) -> Outcome:
@@ -352,7 +352,7 @@ class Attempt:
         self.planned = self.call(["plan", "--gpu", "cpu", *self.single, "--json", "plan.json"])
         before = (self.place / "log.txt").stat().st_size
         started = self.bench.server.start(self.single, self.place, function="support.crossing_rows:record")
-        code = started.wait(300)
+        code = started.wait()
         text = (self.place / "log.txt").read_bytes()[before:].decode(errors="replace")
         self.trace, self.done = Traced.read(started.file), Done(code, text)
         self.check("no traceback", ["training: " + self.done.text.strip()[-300:]] * ("Traceback" in self.done.text))
@@ -556,7 +556,7 @@ class Attempt:
         if self.case.value("ranks") == "1":
             return None
         place = self.inputs("ranks")
-        done = run(self.words, place, 300, OMP_NUM_THREADS="1")
+        done = run(self.words, place, OMP_NUM_THREADS="1")
         if done.code:
             return [f"ends with {done.code}: {done.text[-300:]}"]
         losses = [

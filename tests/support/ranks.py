@@ -21,21 +21,27 @@ number of threads sums in another order."""
 
 
 _PORTS = itertools.count(61 * os.getpid())
+_TAKEN: list[socket.socket] = []
+"""A socket with the name of each port that this process has handed out, so that no other test worker hands it out."""
 
 
 def free_port() -> int:
     """A port at which nothing listens. It lies below the ports that Linux hands out to programs that name none, so that
-    no connection takes it before the ranks do, and other test workers are asked for other ports."""
+    no connection takes it before the ranks do."""
     while True:
         port = 10_000 + next(_PORTS) % 20_000
+        taken = socket.socket(socket.AF_UNIX)
         with socket.socket() as tried, suppress(OSError):
+            taken.bind(f"\0fxtune-test-port-{port}")  # no file, and gone with this process
+            _TAKEN.append(taken)
             tried.bind(("127.0.0.1", port))
             return port
 
 
 def messages(folder: Path) -> list[str]:
-    """The messages with which the runs in `folder` ended."""
-    return [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    """The messages with which the runs in `folder` ended, without the lines about a rank that is late."""
+    lines = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    return [line for line in lines if not line.startswith("fxtune: all ranks have waited")]
 
 
 @dataclass
@@ -53,12 +59,14 @@ class Ranks:
         faults: Mapping[int, str] | None = None,
         own: Mapping[int, list[str]] | None = None,
         place: Callable[[int], dict[str, str]] | None = None,
+        stops: Mapping[int, tuple[str, int]] | None = None,
         **environ: str,
     ) -> list[Forked]:
         """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt.
 
         `faults`: the fault of a rank (injected.py). `own`: further words of a rank. `place`: the
-        environment variables that number a rank; None means those of the launcher.
+        environment variables that number a rank; None means those of the launcher. `stops`: where a rank stops
+        itself (Forked).
         """
         port, started = str(free_port()), []
 
@@ -69,7 +77,13 @@ class Ranks:
         for rank in range(self.count):
             one = {**(place or of_launcher)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
             started.append(
-                self.server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one)
+                self.server.start(
+                    [*words, *(own or {}).get(rank, ())],
+                    folder,
+                    f"{trace}-{rank}.jsonl",
+                    stops=(stops or {}).get(rank),
+                    **one,
+                )
             )
         return started
 

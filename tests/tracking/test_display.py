@@ -195,14 +195,15 @@ def in_terminal(*arguments, columns=100, then=None, **environment):
             **environment,
         },
     )
-    seen = b""
-    while process.poll() is None or os.get_blocking(master):
-        os.set_blocking(master, False)
+    seen, ended = b"", False
+    os.set_blocking(master, False)
+    while True:
         try:
             seen += os.read(master, 65536)
         except BlockingIOError:
-            if process.poll() is not None:
+            if ended:  # before this read, so nothing can follow
                 break
+            ended = process.poll() is not None
             time.sleep(0.01)
         if then and b"saved [checkpoint]" in seen:
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, then, 0, 0))

@@ -176,6 +176,7 @@ def test_second_pass_uses_the_same_workers(folder):
 
 def test_workers_end_with_the_loader_even_if_a_pass_is_referenced(folder):
     """The traceback of a signal that arrives while the loop waits for a batch refers to the pass until the interpreter ends."""
+    gc.collect()  # passes of the tests before
     steps = load(plan(Table(folder)), LoaderConfig(num_workers=2), CPU)
     next(next(steps).micro_batches)
     held = [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)]

@@ -1,5 +1,6 @@
 """Token tables are the same from one process or several, from the cache or not, after a kill and with two runs at once."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -176,14 +177,12 @@ def test_killed_run_leaves_no_workers_and_no_partial_table(tokenizer, table_of, 
     path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(30_000)])
     (tmp_path / "go").touch()
     run = start(tmp_path, tmp_path / "go", 2)
-    while (
-        not list(tmp_path.glob("cache/tokens/*.staging/ids.npy"))
-        or len(workers := children(run.pid, "spawn_main")) < 2
-    ):
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.02)
+    workers = wait_for(lambda: len(found := children(run.pid, "spawn_main")) == 2 and found, run)
+    os.kill(workers[1], signal.SIGSTOP)  # so that the run cannot end before it is killed
+    wait_for(lambda: list(tmp_path.glob("cache/tokens/*.staging/ids.npy")), run)
     run.send_signal(signal.SIGKILL)
     run.wait()
+    os.kill(workers[1], signal.SIGCONT)
     wait_for(lambda: not any(map(alive, workers)))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:50]))
     assert len(table_of(path)) == 50

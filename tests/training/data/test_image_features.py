@@ -17,6 +17,7 @@ from support.harness import command, kill, run, small_disk, start, wait_for, wri
 from support.processors import FAMILIES, write_model, write_picture_pairs, write_picture_rows
 from support.rows import write_jsonl
 from support.runs import exported, figures, losses, same_export
+from support.stopping import stopped_below, stops_before
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxtune.cli.main import main
@@ -104,7 +105,7 @@ def test_pairs_that_share_a_prompt_with_an_image(cwd):
 
 @pytest.mark.slow
 def test_full_fine_tuning_resumes_after_kills(cwd):
-    """One kill while features are computed, if the signal comes in time, and one after a checkpoint."""
+    """One kill while features are computed, if the signal comes in time, and one in training after a checkpoint."""
     for folder in ("one", "other"):
         write_model("qwen3_vl", Path(folder, "model"))
         write_picture_rows(Path(folder, "pictures"))
@@ -112,10 +113,13 @@ def test_full_fine_tuning_resumes_after_kills(cwd):
     words += [WORDS[1], STORED, "data.sequence_length=256", "techniques.lora.enabled=false", "checkpoint.every=2"]
     words = command(cwd / "one", *words)
     assert run(words, cwd / "one").code == 0
-    for until in ("cache/**/image_features-*", "run/checkpoints/step-*"):
-        process = start(words, cwd / "other")
-        wait_for(lambda until=until: [*Path("other").glob(until)])
-        kill(process, signal.SIGKILL)
+    process = start(words, cwd / "other", **stops_before(1, cwd))
+    wait_for(lambda: [*Path("other").glob("cache/**/image_features-*")])
+    kill(process, signal.SIGKILL)
+    process = start(words, cwd / "other", **stops_before(6, cwd))
+    stopped_below(process)
+    assert [*Path("other").glob("run/checkpoints/step-*")]
+    assert kill(process, signal.SIGKILL) == -9
     assert run(words, cwd / "other").code == 0
     assert losses(cwd / "one/run") == losses(cwd / "other/run")
     assert same_export("one/run", "other/run")

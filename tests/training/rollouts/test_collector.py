@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.harness import kill, start, wait_for
+from support.harness import kill, start
 from support.killing import tail
 from support.processors import write_model, write_picture_rows
 from support.rows import write_jsonl
 from support.runs import history, losses, same_export
+from support.stopping import stopped_below, stops_before
 
 from fxtune.cli.main import main
 from fxtune.objectives.policy import Policy
@@ -122,8 +123,9 @@ def test_a_run_that_is_killed_while_it_samples_and_trains_ends_with_the_same_ada
     for folder in (broken, whole):
         folder.mkdir()
         (folder / "rows.jsonl").write_bytes(Path("rows.jsonl").read_bytes())
-    undisturbed, process = start(WORDS, whole), start(WORDS, broken)
-    wait_for((broken / "run" / "rollouts" / "step-00000002" / "step.json").exists, process)
+    undisturbed, process = start(WORDS, whole), start(WORDS, broken, **stops_before(2, cwd))
+    stopped_below(process)
+    assert (broken / "run" / "rollouts" / "step-00000002" / "step.json").exists()
     assert kill(process) == -9
     assert undisturbed.wait(600) == 0, tail(whole)
     assert start(WORDS, broken).wait(600) == 0, tail(broken)

@@ -215,6 +215,8 @@ def test_the_start_of_the_second_process_is_no_time_of_the_first_reward(score, t
     ],
 )
 def test_rewards_of_fxtune(name, options, completions, columns, expected):
+    if name == "math":
+        options = {"seconds": 600, **options}  # the clock gives no answer a 0
     every = {key: [value] * len(completions) for key, value in columns.items()}
     ids = [[1]] * len(completions)
     given = REWARDS[name](completions=completions, completion_ids=ids, prompts=[], columns=every, **options)

@@ -67,7 +67,10 @@ def quantized(
     """
     makers: dict[str, Any] = {"fp8": functools.partial(_fp8, transpose=transpose), "nf4": _nf4, "int8": _int8}
     if linear.weight.is_meta:
-        made: Any = _fp8_without_weight(linear, device, transpose)
+        made: Any = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
+        mark_joined(made.weight, [linear.weight])
+        made.source_dtype = linear.weight.dtype
     else:
         made = makers[kind](linear, linear.weight.detach().to(device))
     made.compute_dtype, made.stored_as = compute, kind
@@ -174,14 +177,6 @@ def _int8(linear: nn.Linear, weight: Tensor) -> Any:
 def _fp8(linear: nn.Linear, weight: Tensor, transpose: bool) -> Any:
     made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     made.hold(fp8.quantize_weight(weight, transpose))
-    return made
-
-
-def _fp8_without_weight(linear: nn.Linear, device: torch.device, transpose: bool) -> Any:
-    made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
-    mark_joined(made.weight, [linear.weight])  # type: ignore[arg-type]  # hold() makes it a parameter
-    made.source_dtype = linear.weight.dtype
     return made
 
 

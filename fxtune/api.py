@@ -177,8 +177,7 @@ class Run:
         return find_output(str(self.folder)).folder
 
     def report(self, file: str | Path | None = None) -> Path:
-        """Write the page about the run (docs/report.md) to `file`, or else to report.html in the run's folder. Returns
-        the path."""
+        """Write the page about the run (docs/report.md) to `file`, or else to report.html in the run's folder."""
         from fxtune.reports.page import write_report
 
         path = Path(file) if file else self.folder / REPORT

@@ -366,9 +366,8 @@ def read(
 ) -> Checkpoint:
     """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    `model`: the weights that the checkpoint must fit. `recipe`: the digest that it must have; None: any digest.
-    `ranks`: the ranks that read it together. Each rank hashes some of the files, and all ranks raise a reason that one
-    rank found.
+    `model`: the weights that the checkpoint must fit. `recipe`: the digest that it must have; None: any digest. Each
+    rank hashes some of the files, and all ranks raise a reason that one rank found.
     """
     group = ranks or BackgroundGroup()
 

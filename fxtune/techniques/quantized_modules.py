@@ -192,6 +192,8 @@ class DividedCodes(StoresRows):
 
     source_dtype: torch.dtype
     """The dtype of the weights before they are quantized."""
+    compute_dtype: torch.dtype
+    scales: Tensor
 
     def store_rows(self: Any, name: str, into: Tensor, first: int, rows: Tensor) -> None:
         rows = rows.to(into.device, self.source_dtype)
@@ -227,7 +229,6 @@ class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8: if it were a floating-point tensor, peft
     would give adapters its dtype."""
 
-    scales: Tensor
     names: tuple[str, ...]
     """The names of the stored tensors: FP8_TENSORS, or without the transpose the first two of them."""
 
@@ -292,9 +293,6 @@ class _Int8Matmul(torch.autograd.Function):
 class Fp8Embedding(DividedCodes, nn.Embedding):
     """An nn.Embedding whose weight holds fp8 codes. Its output is in `compute_dtype`."""
 
-    compute_dtype: torch.dtype
-    scales: Tensor
-
     def forward(self, input: Tensor) -> Tensor:
         scales = self.scales.to(self.weight.device)  # the device is `meta` until divided codes have memory
         codes, scales = F.embedding(input, self.weight), F.embedding(input, scales.view(-1, 1))
@@ -303,9 +301,6 @@ class Fp8Embedding(DividedCodes, nn.Embedding):
 
 class Fp8Head(DividedCodes, nn.Linear):
     """An nn.Linear whose forward product is in fp8, unlike its gradient. Its output has the input's dtype."""
-
-    compute_dtype: torch.dtype
-    scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         return _biased(self, fp8.head(input.to(self.compute_dtype), self.weight, self.scales), input.dtype)

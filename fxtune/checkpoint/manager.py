@@ -60,7 +60,7 @@ class Checkpoint:
     """The moments, on the CPU. A moment that is sharded like its weight is only this rank's part."""
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, in `folder`. As a context manager it waits for the save in flight when the body
     ends.
 
@@ -263,9 +263,6 @@ class Checkpoints:
         """Wait for the save in flight. Returns the error of the latest save, or None."""
         self._end_save()
         return self.failure
-
-    def __enter__(self) -> Checkpoints:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._end_save()

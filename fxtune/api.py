@@ -58,9 +58,16 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
     config = _config(recipe, overrides)
     if not config.data.sources:
         raise ConfigError("data.sources is empty: choose a recipe that has some, or set config.data.sources.")
-    if (ranks := ranks_of(config)) > 1:
-        return _train_on_ranks(config, ranks)
-    return Run(trainer.train(config)[0])
+    if (ranks := ranks_of(config)) == 1:
+        return Run(trainer.train(config)[0])
+    from fxtune.distributed.launch import launch
+
+    with tempfile.TemporaryDirectory(prefix="fxtune-json-") as scratch:
+        answer = Path(scratch) / "answer.json"
+        words = _as_command(config, Path(scratch) / "config.yaml")
+        if code := launch(ranks, ["train", *words, "--json", str(answer)]):
+            raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
+        return Run(read_json(answer)["folder"])
 
 
 def preview(
@@ -170,8 +177,7 @@ class Run:
         return find_output(str(self.folder)).folder
 
     def report(self, file: str | Path | None = None) -> Path:
-        """Write the page about the run (docs/report.md) to `file`, or else to report.html in the run's folder. Returns
-        the path."""
+        """Write the page about the run (docs/report.md) to `file`, or else to report.html in the run's folder."""
         from fxtune.reports.page import write_report
 
         path = Path(file) if file else self.folder / REPORT
@@ -234,14 +240,3 @@ def _as_command(config: Config, file: Path) -> list[str]:
     values, words = compose.as_recipe(config)
     file.write_text(f"# @package _global_\n{yaml.safe_dump(values, allow_unicode=True)}", encoding="utf-8")
     return [compose.path_override("+recipe", file), *words]
-
-
-def _train_on_ranks(config: Config, ranks: int) -> Run:
-    from fxtune.distributed.launch import launch
-
-    with tempfile.TemporaryDirectory(prefix="fxtune-json-") as scratch:
-        answer = Path(scratch) / "answer.json"
-        words = _as_command(config, Path(scratch) / "config.yaml")
-        if code := launch(ranks, ["train", *words, "--json", str(answer)]):
-            raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
-        return Run(read_json(answer)["folder"])

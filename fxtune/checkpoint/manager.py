@@ -60,7 +60,7 @@ class Checkpoint:
     """The moments, on the CPU. A moment that is sharded like its weight is only this rank's part."""
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, in `folder`. As a context manager it waits for the save in flight when the body
     ends.
 
@@ -264,9 +264,6 @@ class Checkpoints:
         self._end_save()
         return self.failure
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._end_save()
 
@@ -366,9 +363,8 @@ def read(
 ) -> Checkpoint:
     """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    `model`: the weights that the checkpoint must fit. `recipe`: the digest that it must have; None: any digest.
-    `ranks`: the ranks that read it together. Each rank hashes some of the files, and all ranks raise a reason that one
-    rank found.
+    `model`: the weights that the checkpoint must fit. `recipe`: the digest that it must have; None: any digest. Each
+    rank hashes some of the files, and all ranks raise a reason that one rank found.
     """
     group = ranks or BackgroundGroup()
 

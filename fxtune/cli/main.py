@@ -205,13 +205,9 @@ def _is_key(text: str) -> bool:
     """Whether a word sets a recipe, a group or a key, or is a data file: then load() names its key. Other words name a
     run, an adapter or a model."""
     is_file = discovery.names_data(text) and os.path.isfile(text)
-    return text.startswith(("+", "~")) or ("=" in text and not _in_folder(text)) or is_file
-
-
-def _in_folder(text: str) -> bool:
-    """Whether a word is a path below a folder with `=` in its name. A sweep makes such folders."""
     folder = os.path.dirname(text)
-    return "=" in folder and os.path.isdir(folder)
+    in_folder = "=" in folder and os.path.isdir(folder)  # a sweep makes folders with `=` in their names
+    return text.startswith(("+", "~")) or ("=" in text and not in_folder) or is_file
 
 
 def _split_command(argv: list[str]) -> tuple[str, list[str]]:

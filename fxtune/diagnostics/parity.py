@@ -411,15 +411,11 @@ class _Comparison:
     def _compare(self, name: str, result: _Result, balanced: bool, bounded: bool = True) -> Compared:
         """Compare on rank 0, and return the result on every rank. `balanced`: `result` has the routers' loss."""
         name += ", with the routers' loss" * balanced
-        compared = self._compared(name, result, balanced, bounded) if self.world.main else None
-        compared = self.world.broadcast(compared, "waiting for rank 0 to compare")
-        assert compared is not None, "rank 0 has compared"
-        return compared
+        compared = partial(self._compared, name, result, balanced, bounded)
+        return self.world.from_main(compared, "waiting for rank 0 to compare")
 
     def _compared(self, name: str, result: _Result, balanced: bool, bounded: bool) -> Compared:
-        bounds, reference = (math.inf,) * 3, self.references[balanced]
-        if bounded:
-            bounds = self._bounds(balanced)
+        bounds, reference = self._bounds(balanced) if bounded else (math.inf,) * 3, self.references[balanced]
         if different := sorted(reference.gradients.keys() ^ result.gradients.keys()):
             worst = f"{different[0]} (trained in one of them only)"
             return Compared(name, result.loss, math.nan, math.inf, worst, math.inf, bounds)

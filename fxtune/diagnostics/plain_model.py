@@ -89,11 +89,7 @@ class PlainModel(LanguageModel):
         return -self.log_probs(batch).sum()
 
     def log_probs(self, batch: Batch) -> Tensor:
-        found = self._log_probs(batch)
-        if found.requires_grad:
-            found.retain_grad()
-            self.outputs.append(found)
-        return found
+        return self._noted(self._log_probs(batch))
 
     def numbers(self, batch: Batch) -> Tensor:
         return self._of_documents(batch, lambda numbers: numbers[None])
@@ -114,11 +110,13 @@ class PlainModel(LanguageModel):
             found.append(read(output.float()))
             if counts is not None:
                 self._count(of_routers, counts)
-        outputs = torch.cat(found)
-        if outputs.requires_grad:
-            outputs.retain_grad()
-            self.outputs.append(outputs)
-        return outputs
+        return self._noted(torch.cat(found))
+
+    def _noted(self, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.retain_grad()
+            self.outputs.append(output)
+        return output
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         if batch.reference is not None:

@@ -59,7 +59,6 @@ class LinearWeights:
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

@@ -129,7 +129,10 @@ class StoreWatch:
             store = failure.find_store(timedelta(minutes=1), opens=False)
             while not self._over.wait(PULSE_SECONDS):
                 pulse += 1
-                store.set(self._key(self.rank), self._mine(pulse))
+                beat = self.heartbeat.last
+                age = round(time.monotonic() - beat.since, 3)
+                mine = [beat.step, beat.doing, beat.waits, age, os.getpid(), pulse, socket.gethostname()]
+                store.set(self._key(self.rank), json.dumps(mine))
                 if self.rank < 2:
                     self.beats = self._read(store)
         except (RuntimeError, ValueError):  # rank 0 is gone, and the next collective fails
@@ -143,11 +146,6 @@ class StoreWatch:
 
     def _key(self, rank: int) -> str:
         return f"beat {self.run}/{rank}"
-
-    def _mine(self, pulse: int) -> str:
-        beat = self.heartbeat.last
-        age = round(time.monotonic() - beat.since, 3)
-        return json.dumps([beat.step, beat.doing, beat.waits, age, os.getpid(), pulse, socket.gethostname()])
 
     def _read(self, store: Any) -> dict[int, Beat]:
         written = [rank for rank, beat in self.beats.items() if beat.pulse or store.check([self._key(rank)])]

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
@@ -79,7 +79,7 @@ class Device(str, Enum):
 
 
 @dataclass(frozen=True)
-class World:
+class World(AbstractContextManager["World"]):
     """The device of this process, and its place among the processes of the run. A context manager: after its body this
     process leaves the others."""
 
@@ -304,9 +304,6 @@ class World:
         first = list[Result]()
         self.from_main(lambda: first.append(work()), doing)
         return first[0] if self.main else work()
-
-    def __enter__(self) -> World:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the process group at the end of the run. Before that, `error` is announced, so that ranks which lose

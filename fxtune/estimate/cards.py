@@ -38,12 +38,6 @@ H100 = Rates(670e12, 1100e12, 590e12, 3.1e12, 50e9, 340e9)
 B200 = Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9, 680e9)
 A100 = Rates(250e12, 250e12, 150e12, 1.6e12, 24e9, 220e9)
 L40S = Rates(240e12, 420e12, 140e12, 0.75e12, 24e9, 20e9)
-H20 = Rates(130e12, 240e12, 115e12, 3.4e12, 50e9, 340e9)
-A6000 = Rates(120e12, 120e12, 80e12, 0.65e12, 24e9, 20e9)
-RTX_6000_ADA = Rates(240e12, 420e12, 140e12, 0.8e12, 24e9, 20e9)
-RTX_5090 = Rates(190e12, 380e12, 140e12, 1.5e12, 50e9, 20e9)
-A10G = Rates(56e12, 56e12, 40e12, 0.5e12, 24e9, 10e9)
-L4 = Rates(60e12, 110e12, 40e12, 0.25e12, 12e9, 10e9)
 RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9, 20e9)
 CPU = Rates(140e9, 140e9, 70e9, 7e9, 50e9, 2e9)
 """The rates of one CPU core. The quickstart reaches them on two cores of a Xeon."""
@@ -75,18 +69,18 @@ CARDS = (
     Card(r"\bH100\b.*\bNVL\b", 835.5, 417.5, 60.0, rates=H100),
     Card(r"\bH100\b.*\bPCIe\b", 756.5, 378.0, 51.0, rates=Rates(480e12, 800e12, 400e12, 1.7e12, 50e9, 40e9)),
     Card(r"\bH[18]00\b", 989.4, 494.7, 66.9, rates=H100),
-    Card(r"\bH20\b", 148.0, 74.0, 44.0, rates=H20),
+    Card(r"\bH20\b", 148.0, 74.0, 44.0, rates=Rates(130e12, 240e12, 115e12, 3.4e12, 50e9, 340e9)),
     Card(r"\bA[18]00\b", 312.0, 156.0, 19.5, rates=A100),
     Card(r"\bA30\b", 165.0, 82.0, 10.3),
     Card(r"\bA40\b", 149.7, 74.8, 37.4),
     Card(r"\bA10\b", 125.0, 62.5, 31.2),
-    Card(r"\bA10G\b", 70.0, 35.0, 31.5, rates=A10G),
+    Card(r"\bA10G\b", 70.0, 35.0, 31.5, rates=Rates(56e12, 56e12, 40e12, 0.5e12, 24e9, 10e9)),
     Card(r"\bL40S\b", 362.0, 183.0, 91.6, rates=L40S),
     Card(r"\bL40\b", 181.0, 90.5, 90.5),
-    Card(r"\bL4\b", 121.0, 60.0, 30.3, rates=L4),
-    Card(r"\bRTX 6000 Ada\b", 364.2, 182.1, 91.1, rates=RTX_6000_ADA),
-    Card(r"\bRTX A6000\b", 154.8, 77.4, 38.7, rates=A6000),
-    Card(r"\bRTX 5090\b", 209.5, 104.8, 104.8, rates=RTX_5090),
+    Card(r"\bL4\b", 121.0, 60.0, 30.3, rates=Rates(60e12, 110e12, 40e12, 0.25e12, 12e9, 10e9)),
+    Card(r"\bRTX 6000 Ada\b", 364.2, 182.1, 91.1, rates=Rates(240e12, 420e12, 140e12, 0.8e12, 24e9, 20e9)),
+    Card(r"\bRTX A6000\b", 154.8, 77.4, 38.7, rates=Rates(120e12, 120e12, 80e12, 0.65e12, 24e9, 20e9)),
+    Card(r"\bRTX 5090\b", 209.5, 104.8, 104.8, rates=Rates(190e12, 380e12, 140e12, 1.5e12, 50e9, 20e9)),
     Card(r"\bRTX 4090\b", 165.2, 82.6, 82.6, rates=Rates(150e12, 290e12, 120e12, 0.9e12, 24e9, 20e9)),
     Card(r"\bRTX 3090 Ti\b", 80.0, 40.0, 40.0, rates=RTX_3090),
     Card(r"\bRTX 3090\b", 71.0, 35.6, 35.6, rates=RTX_3090),

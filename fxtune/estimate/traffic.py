@@ -11,14 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxtune.estimate.weights import (
-    divides_experts,
-    gathered_parameters,
-    linear_bytes,
-    number_bytes,
-    scattered_parameters,
-    trained_parameters,
-)
+from fxtune.estimate import weights
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Attention, Shape, key_copies
 
@@ -42,14 +35,15 @@ class Traffic:
 def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     """The bytes that a rank sends in a step in which it computes `micro_batches` micro-batches."""
     shape, degrees = Shape.of(facts.model), facts.degrees
-    number = number_bytes(facts)
-    all_weights = gathered_parameters(facts, shape) * linear_bytes(facts) + shape.other_parameters * number
+    number = weights.number_bytes(facts)
+    gathered = weights.gathered_parameters(facts, shape) * weights.linear_bytes(facts)
+    all_weights = gathered + shape.other_parameters * number
     # Gradients are scattered over the ranks that divide the weights. Then ranks that hold the same part add it up.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
     if facts.execution.adapters:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
-    all_gradients = facts.sum_bytes * trained_parameters(facts)
-    scattered = facts.sum_bytes * scattered_parameters(facts)
+    all_gradients = facts.sum_bytes * weights.trained_parameters(facts)
+    scattered = facts.sum_bytes * weights.scattered_parameters(facts)
     gradients = _sent_share(parts) * scattered + 2 * _sent_share(copies) * all_gradients / parts
     widths = sum(count * _exchanged(attention, degrees.context) for attention, count in shape.attentions.items())
     activations = 2 * facts.tokens * number * widths
@@ -59,7 +53,7 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
         int(gradients),
         int(2 * _sent_share(degrees.shard) * all_weights * micro_batches),
         int(_sent_share(degrees.context) * activations * micro_batches),
-        int((degrees.shard * degrees.context - 1) * states * micro_batches) if divides_experts(facts) else 0,
+        int((degrees.shard * degrees.context - 1) * states * micro_batches) if weights.divides_experts(facts) else 0,
     )
 
 

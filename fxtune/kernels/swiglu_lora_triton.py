@@ -67,7 +67,6 @@ def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share, a
 
 
 def _launch_tiles(kernel: Any, rows: int, width: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Launch a program for each tile of [rows, width]."""
     down, across, warps = TILE
     grid = triton.cdiv(width, across), triton.cdiv(rows, down)
     kernel[grid](*arguments, **options, ROWS=down, COLUMNS=across, num_warps=warps)

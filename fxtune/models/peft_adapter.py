@@ -57,8 +57,7 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     Raises ConfigError if the adapter was made with other options, StorageError if the adapter is damaged or does not
     fit.
     """
-    origin, key = locate_adapter(adapter), "model.adapter"
-    fetch_adapter(origin, adapter, key)
+    origin, key = fetch_adapter(adapter), "model.adapter"
     saved, lora_config = read_options(origin, adapter, key), model.peft_config["default"]
     if lora_config.task_type == SCORES != saved.get("task_type"):
         raise ConfigError(
@@ -86,8 +85,7 @@ def merged(model: Any, adapter: str, key: str) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
-    origin = locate_adapter(adapter, key)
-    fetch_adapter(origin, adapter, key)
+    origin = fetch_adapter(adapter, key)
     if (kind := read_options(origin, adapter, key)["peft_type"]) != "LORA":
         raise ConfigError(f"{key}={adapter} is a {kind} adapter, and fxtune merges LoRA. Give the whole model.")
     with warnings.catch_warnings(action="ignore"):
@@ -97,18 +95,18 @@ def merged(model: Any, adapter: str, key: str) -> Any:
 
 
 def require_same_options(adapter: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `adapter` was made with other options than `options`; see load_adapter(). Needs no
-    model."""
-    origin, key = locate_adapter(adapter), "model.adapter"
-    fetch_adapter(origin, adapter, key)
-    _require_same_options(read_options(origin, adapter, key), options, None, adapter)
+    """Raise ConfigError if `adapter` was made with other options than `options`; see load_adapter()."""
+    saved = read_options(fetch_adapter(adapter), adapter, "model.adapter")
+    _require_same_options(saved, options, None, adapter)
 
 
-def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Fetch the two files of an adapter. `key`, `name`: as the user wrote them.
+def fetch_adapter(name: str, key: str = "model.adapter") -> Origin:
+    """Find an adapter (a folder or a hub id) and fetch its two files. `key`, `name`: as the user wrote them.
 
-    Raises StorageError if a file is missing, or has changed since it was proven on saving.
+    Raises the errors of locate_adapter(), and StorageError if a file is missing or has changed since it was proven on
+    saving.
     """
+    origin = locate_adapter(name, key)
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
         raise StorageError(
@@ -118,6 +116,7 @@ def fetch_adapter(origin: Origin, name: str, key: str) -> None:
         )
     fetch(origin, FILES, key=key)
     require_unchanged(origin, f"{key}={name}")
+    return origin
 
 
 def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:

@@ -140,7 +140,6 @@ class Classification(GroupObjective):
             yield f"no held-out row has the class {_list(lost)}, so no figure says whether the model learns it."
 
     def _classes_without(self, plan: Plan) -> list[str]:
-        """The classes that no document of a plan has."""
         names = plan.tables[0].label_names  # empty if the labels are numbers
         used = {names[int(index)] for index in np.unique(plan.stream.labels())} if names else set()
         seen = {label for name in used for label in classes_of(name)}
@@ -276,7 +275,6 @@ class Classification(GroupObjective):
 
 
 def _problem(names: Sequence[str]) -> Problem:
-    """The problem that labels of these names pose."""
     if any(name.startswith("[") for name in names):
         return Problem.multi_label
     numbers = all(map(NUMBER.fullmatch, names))
@@ -299,7 +297,6 @@ def _with_numbers(table: TokenTable) -> TokenTable:
 
 
 def _relabelled(table: TokenTable, values: Sequence[float], names: list[str]) -> TokenTable:
-    """`table` with other `names`, and with `values` for its label_names."""
     return table.relabelled(np.asarray(values, np.float32)[np.asarray(table.labels, np.int64)], names)
 
 

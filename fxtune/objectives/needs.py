@@ -148,7 +148,6 @@ def has_labels(table: TokenTable) -> bool:
 
 
 def _unlabelled_groups(table: TokenTable) -> int:
-    """The number of groups without a label."""
     if table.labels is None or not len(table):
         return len(table.groups) - 1
     labelled = np.add.reduceat((~np.isnan(table.labels)).astype(np.int64), table.groups[:-1])

@@ -194,6 +194,5 @@ class HostMoments:
         return None if self.leaving is None else torch.cuda.current_stream(self.device).record_event()
 
     def _wait(self, event: Any) -> None:
-        """Let the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)

@@ -119,7 +119,6 @@ class NonfiniteGuard:
 
 
 def _zeroed_unless(gradients: list[torch.Tensor], finite: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the gradients, zero unless `finite`."""
     zeroed: dict[int, torch.Tensor] = {}
     for dtype in {gradient.dtype for gradient in gradients}:
         indices = [index for index, gradient in enumerate(gradients) if gradient.dtype is dtype]

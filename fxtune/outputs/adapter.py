@@ -18,7 +18,7 @@ from fxtune.models.load import ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.untrusted import inspect_folder
-from fxtune.system.files.hub import Origin, locate, locate_adapter
+from fxtune.system.files.hub import Origin, locate
 from fxtune.system.process.resource_limits import LimitExceeded, limit_resources
 from fxtune.upstream.peft import alone
 from fxtune.upstream.transformers import set_attention
@@ -82,8 +82,7 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
     Raises ConfigError if the adapter cannot be used or names no base, StorageError if a file cannot be read.
     """
     models.silence_libraries()
-    origin = locate_adapter(name, key="adapter")
-    fetch_adapter(origin, name, key="adapter")
+    origin = fetch_adapter(name, key="adapter")
     lora = _read_lora_config(origin, name)
     if not lora.base_model_name_or_path:
         raise ConfigError(f"{name} names no base model (it was trained on random weights), so it cannot be {use}.")

@@ -132,7 +132,6 @@ def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, perce
 
 
 def _colors(series: Sequence[Series], palette: Sequence[str]) -> tuple[str, ...]:
-    """The colour of each series."""
     places = itertools.accumulate(not curve.continues for curve in series)
     return tuple(palette[(place - 1) % len(palette)] for place in places) or tuple(palette)
 

@@ -49,7 +49,8 @@ def open_counts(config: Config) -> list[int]:
         return [1]
     counts = ranks_here(config.run.gpus, config.run.device is Device.cpu)
     if len(counts) == 1:
-        require_possible(config, counts[0], _has_card(config), f"run.gpus={counts[0]}")
+        has_card = config.run.device is not Device.cpu and torch.cuda.is_available()
+        require_possible(config, counts[0], has_card, f"run.gpus={counts[0]}")
         return counts
     most = next((count for count in counts if ways(config, count, cut=False)), counts[0])
     short = config.train.micro_batch_size * config.data.sequence_length <= SHORT
@@ -107,10 +108,6 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
     if chosen != candidates[0]:
         why += f"; {candidates[0]} would need {memory_need(techniques, facts, candidates[0]).device / GIB:.1f}"
     return chosen, f"{chosen} ({why})"
-
-
-def _has_card(config: Config) -> bool:
-    return config.run.device is not Device.cpu and torch.cuda.is_available()
 
 
 def _facts_of_another_process(config: Config) -> Facts:

@@ -12,7 +12,7 @@ For LoRA use techniques.quantize.type=fp8: it quantizes the frozen weights once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -160,29 +160,18 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 def _errors(linear: Float8Linear, device: torch.device) -> dict[str, float]:
     """The relative errors of a linear's three products, for random inputs and a random weight of the same size."""
-    draw = torch.Generator(device).manual_seed(0)
-    x, dy, weight = (
-        torch.randn(size, generator=draw, device=device)
-        for size in (
-            (ROWS, linear.in_features),
-            (ROWS, linear.out_features),
-            (linear.out_features, linear.in_features),
-        )
-    )
-    exact: list[Tensor] = []
-    rounded: list[Tensor] = []
-    with torch.enable_grad():
-        for results, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
-            inputs = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-            with torch.autocast(device.type, enabled=False):
-                if results is rounded:
-                    y = fp8_training.linear(*inputs, linear.fp8_weight_gradient)
-                else:
-                    y = F.linear(*inputs)
-            results += [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
-    return {
-        name: ((ours.float() - theirs).norm() / theirs.norm()).item()
-        for name, ours, theirs in zip(
-            ("forward", "gradient of x", "gradient of the weight"), rounded, exact, strict=True
-        )
-    }
+    draw, (outward, inward) = torch.Generator(device).manual_seed(0), linear.weight.shape
+    sizes = (ROWS, inward), (ROWS, outward), (outward, inward)
+    x, dy, weight = (torch.randn(size, generator=draw, device=device) for size in sizes)
+
+    def results(product: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            y = product(*inputs)
+        return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
+
+    exact = results(F.linear, torch.float32)
+    rounded = results(partial(fp8_training.linear, fp8_weight_gradient=linear.fp8_weight_gradient), torch.bfloat16)
+    names = ("forward", "gradient of x", "gradient of the weight")
+    triples = zip(names, rounded, exact, strict=True)
+    return {name: ((ours.float() - theirs).norm() / theirs.norm()).item() for name, ours, theirs in triples}

@@ -67,7 +67,10 @@ def quantized(
     """
     makers: dict[str, Any] = {"fp8": functools.partial(_fp8, transpose=transpose), "nf4": _nf4, "int8": _int8}
     if linear.weight.is_meta:
-        made: Any = _fp8_without_weight(linear, device, transpose)
+        made: Any = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
+        mark_joined(made.weight, [linear.weight])
+        made.source_dtype = linear.weight.dtype
     else:
         made = makers[kind](linear, linear.weight.detach().to(device))
     made.compute_dtype, made.stored_as = compute, kind
@@ -177,14 +180,6 @@ def _fp8(linear: nn.Linear, weight: Tensor, transpose: bool) -> Any:
     return made
 
 
-def _fp8_without_weight(linear: nn.Linear, device: torch.device, transpose: bool) -> Any:
-    made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
-    mark_joined(made.weight, [linear.weight])  # type: ignore[arg-type]  # hold() makes it a parameter
-    made.source_dtype = linear.weight.dtype
-    return made
-
-
 def _empty_weight(out: int, inner: int, device: torch.device, transpose: bool) -> fp8.Weight:
     """An fp8 weight whose scales are on `device` and whose matrices have no memory yet."""
     codes = torch.empty(out, inner, dtype=torch.uint8, device="meta")
@@ -197,6 +192,8 @@ class DividedCodes(StoresRows):
 
     source_dtype: torch.dtype
     """The dtype of the weights before they are quantized."""
+    compute_dtype: torch.dtype
+    scales: Tensor
 
     def store_rows(self: Any, name: str, into: Tensor, first: int, rows: Tensor) -> None:
         rows = rows.to(into.device, self.source_dtype)
@@ -232,7 +229,6 @@ class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8: if it were a floating-point tensor, peft
     would give adapters its dtype."""
 
-    scales: Tensor
     names: tuple[str, ...]
     """The names of the stored tensors: FP8_TENSORS, or without the transpose the first two of them."""
 
@@ -297,9 +293,6 @@ class _Int8Matmul(torch.autograd.Function):
 class Fp8Embedding(DividedCodes, nn.Embedding):
     """An nn.Embedding whose weight holds fp8 codes. Its output is in `compute_dtype`."""
 
-    compute_dtype: torch.dtype
-    scales: Tensor
-
     def forward(self, input: Tensor) -> Tensor:
         scales = self.scales.to(self.weight.device)  # the device is `meta` until divided codes have memory
         codes, scales = F.embedding(input, self.weight), F.embedding(input, scales.view(-1, 1))
@@ -308,9 +301,6 @@ class Fp8Embedding(DividedCodes, nn.Embedding):
 
 class Fp8Head(DividedCodes, nn.Linear):
     """An nn.Linear whose forward product is in fp8, unlike its gradient. Its output has the input's dtype."""
-
-    compute_dtype: torch.dtype
-    scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         return _biased(self, fp8.head(input.to(self.compute_dtype), self.weight, self.scales), input.dtype)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as ob
     return table(title, ["technique", "asked for", "observed", "acted"], rows)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """The interface that the trainer uses; this class shows nothing. As a context manager it calls finish()."""
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
@@ -56,9 +57,6 @@ class Display:
 
     def finish(self) -> None:
         """Restore the terminal. Safe to call twice."""
-
-    def __enter__(self) -> Display:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.finish()

@@ -140,7 +140,7 @@ def wandb_mode(config: WandbConfig) -> str:
     return "offline" if mode == "online" and not api_key_at_hand() else mode
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes a run's metrics to every place that the config names.
 
     `resume_step`: the optimizer steps that the resumed run has done. `logged`: the last logged step (see MetricsFile).
@@ -205,9 +205,6 @@ class Tracker:
                     again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
                     self._notes.put(f"{client.title} was left behind. To send the missing steps: {again}")
         self._pass_notes_on()
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         unnamed = 130 if isinstance(error, KeyboardInterrupt) else 1

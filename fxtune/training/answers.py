@@ -70,8 +70,7 @@ def load_questions(
     data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None, skips: bool = False
 ) -> list[Question]:
     """Read the first `data.questions.limit` rows of `data.questions.path` as questions. Their prompts use the chat
-    template and the system prompt of `data`. `images`: the processor of a model that reads images. `skips`: leave out
-    bad rows, which a run has put into quarantine.
+    template and the system prompt of `data`. `skips`: leave out bad rows, which a run has put into quarantine.
 
     Raises DataError if the data does not exist, or if a row cannot be read, has no answer, or names an image that is
     missing or broken. For a row, the error names file and line.

@@ -199,7 +199,6 @@ class Loader:
     def _on_host(self, step: int) -> Iterator[Batch]:
         micro = 0
         while True:
-            assert self._loader is not None
             self._specs.step, self._specs.micro = step, micro
             try:
                 self._pass = self._begin_pass()

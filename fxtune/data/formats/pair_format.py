@@ -37,6 +37,7 @@ class PairFormat(RowFormat):
     """A format whose rows hold a chosen and a rejected answer to one prompt."""
 
     is_group = True
+    needs_template = True
     answers = (CHOSEN, REJECTED)
     nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
     answer_columns: ClassVar[tuple[frozenset[str], frozenset[str]]] = (frozenset((CHOSEN,)), frozenset((REJECTED,)))

@@ -27,7 +27,6 @@ class PreferenceChatsFormat(PairFormat):
     name = "preference_chats"
     columns = (CHOSEN, REJECTED)
     known_columns = KNOWN_COLUMNS | {*LIST_KEYS, "prompt"}
-    needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         answers = [row.get(column) for column in self.columns]
@@ -53,7 +52,6 @@ class PreferenceTurnsFormat(PairFormat):
     name = "preference_turns"
     columns = ("conversations", CHOSEN, REJECTED)
     known_columns = KNOWN_COLUMNS | {*LIST_KEYS, "prompt"}
-    needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         chat = next((row[key] for key in LIST_KEYS if row.get(key)), None)
@@ -80,7 +78,6 @@ class PreferenceMessagesFormat(PairFormat):
     name = "preference_messages"
     columns = ("messages", RESPONSE)
     known_columns = KNOWN_COLUMNS | {*LIST_KEYS, RESPONSE, MESSAGES, "prompt"}
-    needs_template = True
     answer_columns = (frozenset(LIST_KEYS), frozenset((RESPONSE, MESSAGES)))
 
     def fits(self, row: Mapping[str, Any]) -> bool:
@@ -113,7 +110,6 @@ class PreferenceInstructionFormat(PairFormat):
     name = "preference_instruction"
     columns = ("instruction", CHOSEN, REJECTED)
     known_columns = KNOWN_COLUMNS | {*QUESTIONS, "system", "history"}
-    needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         """`prompt` is an instruction only beside `system`. Without `system`, PreferenceFormat reads it as text."""
@@ -140,6 +136,7 @@ class PreferenceFormat(PairFormat):
     name = "preference"
     columns = ("prompt", CHOSEN, REJECTED)
     known_columns = KNOWN_COLUMNS | {"prompt"}
+    needs_template = False
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         prompt = row.get("prompt")

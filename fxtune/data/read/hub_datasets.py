@@ -8,7 +8,6 @@ of `datasets`, where an earlier run may have left a copy.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from fxtune.data.read.row import Row
 from fxtune.errors import DataError
 from fxtune.system.files import hub
 from fxtune.system.terminal.console import say
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load(config: SourceConfig, cache_dir: Path | None) -> Any:
@@ -136,4 +133,4 @@ def _unreachable(path: str, reason: str) -> DataError:
 def _has_commit(dataset: Any, commit: str) -> bool:
     """Whether a cached dataset is of this commit. `datasets` has the commit in paths and URLs of the cached data."""
     places = [*map(str, arrow_files(dataset)), *(dataset.info.download_checksums or {})]
-    return bool(_COMMIT.fullmatch(commit)) and any(commit in place for place in places)
+    return hub.is_commit(commit) and any(commit in place for place in places)

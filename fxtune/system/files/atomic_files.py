@@ -62,7 +62,7 @@ class Damage:
     """Whether the saved bytes are gone. If not, another version of fxtune or a repaired disk may read them."""
 
 
-class HashingWriter:
+class HashingWriter(contextlib.AbstractContextManager["HashingWriter"]):
     """A context manager that writes a new file. It sets `digest` at the end, after a sync if there was no error."""
 
     digest: FileDigest
@@ -75,9 +75,6 @@ class HashingWriter:
         self._stream.write(data)
         self._hash.update(data)
         self._bytes += len(data)
-
-    def __enter__(self) -> HashingWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stream:

@@ -34,16 +34,12 @@ def memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
+    """Yield (bytes allowed, bytes used without page cache) of this process's address space and control groups, for
+    each that is limited."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         yield allowed, pages * os.sysconf("SC_PAGE_SIZE")
-    yield from _groups()
-
-
-def _groups() -> Iterator[tuple[int, int]]:
-    """Yield (bytes allowed, bytes used without page cache) for each limited control group of this process."""
     for two, folder in _group_folders("memory"):
         limit_file, used_file = (
             ("memory.max", "memory.current") if two else ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -83,12 +83,9 @@ class Signals:
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """In the body a signal takes effect only at check(), or at the next interruptible()."""
-        before, self._at_once = self._at_once, False
-        try:
+        with self.held():
             self.check()
             yield
-        finally:
-            self._at_once = before
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

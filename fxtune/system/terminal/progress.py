@@ -85,12 +85,6 @@ def current() -> Phase | None:
     return _progress.phases[-1] if _progress.phases else None
 
 
-def worth_saying() -> Phase | None:
-    """The innermost phase that has lasted a second; if no phase has, the outermost phase."""
-    phases = _progress.phases
-    return next((work for work in reversed(phases) if work.seconds >= 1), phases[0] if phases else None)
-
-
 def find(unit: str) -> Phase | None:
     """The innermost phase that counts in `unit`."""
     return next((work for work in reversed(_progress.phases) if work.unit == unit), None)
@@ -180,7 +174,8 @@ def end_region(live: Live | None) -> None:
 
 
 def _repeat(ended: threading.Event) -> None:
-    """Run by a thread: print the current phase after each QUIET seconds without output."""
+    """Run by a thread: after each QUIET seconds without output, print the innermost phase that has lasted a second; if
+    no phase has, the outermost phase."""
     while not ended.wait(max(console.last_said() + QUIET - time.monotonic(), 0.1)):
-        if time.monotonic() >= console.last_said() + QUIET and (work := worth_saying()):
-            console.say(str(work))
+        if time.monotonic() >= console.last_said() + QUIET and (phases := _progress.phases):
+            console.say(str(next((work for work in reversed(phases) if work.seconds >= 1), phases[0])))

@@ -76,8 +76,7 @@ _COMMIT_PLACE = re.compile(
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret. `key`: the
-    name of `value`."""
+    """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret."""
     return _redact(value, key, _environment_secrets())
 
 

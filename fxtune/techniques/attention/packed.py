@@ -83,70 +83,59 @@ def _attention_function(
     sdpa = AttentionInterface()["sdpa"]  # not in attention(): torch 2.11 cannot compile this import
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Optional[Tensor],
+        dropout: float = 0.0,
+        scaling: Optional[float] = None,
+        sliding_window: Optional[int] = None,
+        softcap: Optional[float] = None,
+        is_causal: Optional[bool] = None,
+        cu_seq_lens_q: Optional[Tensor] = None,
+        cu_seq_lens_k: Optional[Tensor] = None,
+        key_index: Optional[Tensor] = None,
+        key_copies: Optional[Tensor] = None,
+        s_aux: Optional[Tensor] = None,
+        position_bias: Optional[Tensor] = None,
+        **_: Any,
     ) -> tuple[Tensor, None]:
-        return _attend(
-            core, takes_sinks, takes_dropout, sdpa, module, query, key, value, attention_mask, **options
-        ), None
+        """Returns ([rows, length, heads, d], None) for query [rows, heads, length, d], key and value [rows, kv_heads,
+        length, d]."""
+        if position_bias is not None or (s_aux is not None and not takes_sinks):
+            raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
+        dtype = compute_dtype(value)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if cu_seq_lens_q is None:  # a call outside training, or with images whose tokens see each other
+            if attention_mask is not None and attention_mask.numel() == 0:
+                why = "does not pass the documents' bounds to its attention, so documents would see each other"
+                raise _unsupported(module, why)
+            if softcap or s_aux is not None:
+                return _plain(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
+            options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
+            return sdpa(module, query, key, value, attention_mask, **options)[0], None
+        if dropout and not takes_dropout:
+            raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
+        bounds = None
+        if key_index is not None:
+            bounds = cu_seq_lens_k
+            key, value = (select_keys(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        given = Options(cu_seq_lens_q, query.shape[1], scale, window, softcap or 0.0, s_aux, bounds, causal)
+        return core(query, key, value, given, dropout), None
 
     return attention
-
-
-def _attend(
-    core: Core,
-    takes_sinks: bool,
-    takes_dropout: bool,
-    sdpa: Callable[..., tuple[Tensor, Optional[Tensor]]],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Optional[Tensor],
-    dropout: float = 0.0,
-    scaling: Optional[float] = None,
-    sliding_window: Optional[int] = None,
-    softcap: Optional[float] = None,
-    is_causal: Optional[bool] = None,
-    cu_seq_lens_q: Optional[Tensor] = None,
-    cu_seq_lens_k: Optional[Tensor] = None,
-    key_index: Optional[Tensor] = None,
-    key_copies: Optional[Tensor] = None,
-    s_aux: Optional[Tensor] = None,
-    position_bias: Optional[Tensor] = None,
-    **_: Any,
-) -> Tensor:
-    """Returns [rows, length, heads, d] for query [rows, heads, length, d], key and value [rows, kv_heads, length,
-    d]."""
-    if position_bias is not None or (s_aux is not None and not takes_sinks):
-        raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
-    dtype = compute_dtype(value)
-    query, key, value = (x.to(dtype) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if cu_seq_lens_q is None:
-        if attention_mask is not None and attention_mask.numel() == 0:
-            why = "does not pass the documents' bounds to its attention, so documents would see each other"
-            raise _unsupported(module, why)
-        return _masked(sdpa, module, query, key, value, attention_mask, dropout, scale, softcap, is_causal, s_aux)
-    if dropout and not takes_dropout:
-        raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
-    bounds = None
-    if key_index is not None:
-        bounds = cu_seq_lens_k
-        key, value = (select_keys(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = Options(cu_seq_lens_q, query.shape[1], scale, window, softcap or 0.0, s_aux, bounds, causal)
-    return core(query, key, value, options, dropout)
 
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:
     return ConfigError(f"techniques.attention.backend: {type(module).__name__} {why}. Set it to eager.")
 
 
-def _masked(
-    sdpa: Callable[..., tuple[Tensor, Optional[Tensor]]],
-    module: nn.Module,
+def _plain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -154,15 +143,9 @@ def _masked(
     dropout: float,
     scale: float,
     softcap: Optional[float],
-    is_causal: Optional[bool],
     sinks: Optional[Tensor],
 ) -> Tensor:
-    """Attention of a call outside training, or with images whose tokens see each other. `sdpa`: transformers'
-    function. `mask`: boolean, true where a token attends. Without it `is_causal` decides in `sdpa`; plain operations
-    are causal."""
-    if not softcap and sinks is None:
-        options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
-        return sdpa(module, query, key, value, mask, **options)[0]
+    """Attention in plain operations. `mask`: boolean, true where a token attends; without it attention is causal."""
     groups = query.shape[1] // key.shape[1]
     if mask is None and query.shape[2] > 1:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

@@ -210,32 +210,31 @@ class Attention(AttentionOptions, Technique):
         implementation = backend.implementation
         text = model.module.config.get_text_config()
         layers = attention_layers(text.to_dict())
-        evidence = []
+        seen: list[tuple[str, str, bool]] = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observing(model.module):
             if layers:
-                seen, observation = _operators(model.module, probe, layers)
+                calls, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.
-                some = self._by_auto and [*seen] == [implementation] and text.model_type not in isolation.PROVEN
-                acted = seen.get(implementation, 0) >= layers or some
-                evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
-            if seen_in_recurrence := recurrent.observe(model.module, probe):
-                evidence.append(Evidence("attention", *seen_in_recurrence))
+                some = self._by_auto and [*calls] == [implementation] and text.model_type not in isolation.PROVEN
+                acted = calls.get(implementation, 0) >= layers or some
+                seen.append((f"{self.backend}: {backend.what}", observation, acted))
+            if in_recurrence := recurrent.observe(model.module, probe):
+                seen.append(in_recurrence)
             if isolation.document_numbers(probe).any():
-                evidence.append(self._isolation(model.module, probe))
+                seen.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).images:
-                    evidence.append(self._isolation_of_images(model.module))
-            if seen_in_encoder := vision_encoder.observe(model.module):
-                evidence.append(Evidence("attention", *seen_in_encoder))
+                    seen.append(self._isolation_of_images(model.module))
+            if in_encoder := vision_encoder.observe(model.module):
+                seen.append(in_encoder)
             if self._shares:
-                evidence.append(self._shared(model.module))
-        yield from evidence
+                seen.append(self._shared(model.module))
+        yield from (Evidence("attention", *observation) for observation in seen)
 
     @staticmethod
-    def _isolation(model: nn.Module, probe: dict[str, Any]) -> Evidence:
+    def _isolation(model: nn.Module, probe: dict[str, Any]) -> tuple[str, str, bool]:
         count, moved, leaked = isolation.movement(model, probe)
-        return Evidence(
-            "attention",
+        return (
             ISOLATED,
             f"changing {min(count, isolation.MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits "
             f"by at least {moved:.2g}, the others' by at most {leaked:.2g}",
@@ -243,10 +242,9 @@ class Attention(AttentionOptions, Technique):
         )
 
     @staticmethod
-    def _shared(model: nn.Module) -> Evidence:
+    def _shared(model: nn.Module) -> tuple[str, str, bool]:
         seen = isolation.share_prompt(model)
-        return Evidence(
-            "attention",
+        return (
             SHARES_PROMPT,
             f"the second answer's logits are within {seen.difference:.1e} of its logits alone; changing the first "
             f"answer moved its own logits by {seen.moved:.2g}, all others by at most {seen.leaked:.2g}",
@@ -254,16 +252,15 @@ class Attention(AttentionOptions, Technique):
         )
 
     @staticmethod
-    def _isolation_of_images(model: Any) -> Evidence:
+    def _isolation_of_images(model: Any) -> tuple[str, str, bool]:
         images = images_of(model.config)
         if not images.probe(model):
-            return Evidence("attention", ISOLATED, NO_IMAGE, True)
+            return ISOLATED, NO_IMAGE, True
         if not any(feature.any() for feature in images.features(model)):
-            seen = "all features of an image are 0, as a new projector of Gemma 3 makes them"
-            return Evidence("attention", ISOLATED, seen, True)
+            return ISOLATED, "all features of an image are 0, as a new projector of Gemma 3 makes them", True
         moved, leaked = isolation.image_movement(model)
         seen = f"changing a document's image moved its own logits by {moved:.2g}, the others' by at most {leaked:.2g}"
-        return Evidence("attention", ISOLATED, seen, isolation.is_isolated(moved, leaked))
+        return ISOLATED, seen, isolation.is_isolated(moved, leaked)
 
     def _backend(self, hf_config: Any) -> Backend:
         """The backend that runs. An unresolved `auto` takes transformers' default."""

@@ -214,12 +214,9 @@ class Compile(CompileOptions, Technique):
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
             part.forward = partial(_unless_caching, part.forward, compiled, Cache, not by_layer)
-        self._compile_vision_encoder(model.module)
-
-    def _compile_vision_encoder(self, model: nn.Module) -> None:
-        # CUDA graphs would record each number of patches.
+        # In the vision encoder CUDA graphs would record each number of patches.
         mode = "default" if self.mode is CompileMode.reduce_overhead else MODES[self.mode.value]
-        for layer in _encoder_layers(model):
+        for layer in _encoder_layers(model.module):
             compiled = self._compiled(layer.forward, mode)
             layer.forward = _EncoderLayer(layer, partial(self._monitor.call_for, TOWER, compiled))
 

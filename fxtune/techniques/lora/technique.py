@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from fxtune.techniques.experts.adapted import group_experts, observe_experts
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 
+_evidence = partial(Evidence, "lora")
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's logits by this many times the effect of one rounding of the
 input, because each layer rounds."""
@@ -233,8 +235,7 @@ class Lora(LoraOptions, Technique):
         learning = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
         strays = [name for name in learning if not structure.is_adapter(name)]
         trained, total = sum(counts[name] for name in learning), sum(counts.values())
-        yield Evidence(
-            "lora",
+        yield _evidence(
             f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
             f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
             f"{len(strays)} of them in the base: {selected.describe()}",
@@ -253,7 +254,7 @@ class Lora(LoraOptions, Technique):
         nonzero = sum(bool(half.any()) for half in zeros)
         if model.adapter_start:
             seen = f"{nonzero} of {len(zeros)} matrices B are not zero"
-            yield Evidence("lora", f"start from {model.adapter_start}", seen, nonzero > 0)
+            yield _evidence(f"start from {model.adapter_start}", seen, nonzero > 0)
             return
         if model.base_answer is None:  # the base had no weights yet when it got its adapters
             with adapted.disable_adapter():
@@ -264,8 +265,7 @@ class Lora(LoraOptions, Technique):
         # experts compute in the dtype of their weights, so they differ from code that uses autocast (Beam's).
         rounds = bool(selected.experts) and torch.is_autocast_enabled(before.device.type)
         allowed = (1e-4 if before.dtype is torch.float32 and not rounds else 5e-2) + ROUNDINGS * noise
-        yield Evidence(
-            "lora",
+        yield _evidence(
             f"init {self.init.value}: the model starts as its base",
             f"{len(zeros) - nonzero} of {len(zeros)} matrices B are zero, logits {shift:.1e} from the base's "
             f"({noise:.1e} is what a rounding of its input does)",
@@ -275,8 +275,7 @@ class Lora(LoraOptions, Technique):
     def _experts(self, model: Any, probe: dict[str, Any]) -> Evidence:
         """Observe the gradients of experts' adapters. An expert that no token reaches has no gradient."""
         seen = observe_experts(model, probe)
-        return Evidence(
-            "lora",
+        return _evidence(
             "adapters of experts learn from each token that reaches them",
             f"{seen.experts:,} experts in {seen.layers} layers have adapters, {seen.grouped} run grouped matmuls; "
             f"of {seen.reached:,} experts that a small row reaches, {seen.learning:,} have a gradient",
@@ -287,8 +286,7 @@ class Lora(LoraOptions, Technique):
         """Observe the gradients of the rows. Compare the logits of changed rows here and in peft's own code."""
         seen = trained_tokens.observe(model, probe)
         limit = 1e-4 if structure.base_dtype(model) is torch.float32 else 5e-2
-        return Evidence(
-            "lora",
+        return _evidence(
             f"rows of {len(self.token_ids)} tokens are trained as peft trains them (train_tokens)",
             f"{seen.learning} of {seen.expected} rows have a gradient; with other rows the logits are "
             f"{seen.from_base:.1e} from the base's and {seen.from_peft:.1e} from peft's",
@@ -304,8 +302,7 @@ class Lora(LoraOptions, Technique):
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # An expert of a mixture runs only if a token is routed to it.
         fits = ran == expected or (fusion.experts and 0 < ran < expected)
-        return Evidence(
-            "lora",
+        return _evidence(
             f"adapters fused: {expected} operators a forward pass ({fusion.describe()})",
             f"{counts} ran",
             fits and (expected > 0 or self._fused_by_auto),
@@ -316,9 +313,9 @@ class Lora(LoraOptions, Technique):
         """Observe which kernel computes large products. cuBLAS in place of quack's kernel is no error."""
         if self._not_compiled:
             seen = f"cuBLAS, since quack's kernel did not compile here ({self._not_compiled})"
-            return Evidence("lora", "large products by quack's kernel where it compiles", seen, True)
+            return _evidence("large products by quack's kernel where it compiles", seen, True)
         seen, by_quack = gemm_backend.observe(model)
-        return Evidence("lora", "large products by quack's kernel", seen, by_quack is not False)
+        return _evidence("large products by quack's kernel", seen, by_quack is not False)
 
 
 def _train_in_float32(adapted: Any) -> None:

@@ -22,7 +22,6 @@ from fxtune.models.added_tokens import mean_of_rows
 from fxtune.models.peft_adapter import fetch_adapter, read_options
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import outputs, without_dropout
-from fxtune.system.files.hub import locate_adapter
 
 KEY = "techniques.lora.train_tokens"
 
@@ -39,9 +38,8 @@ def ids_of(tokens: Sequence[str], tokenizer: Any) -> list[int]:
 def ids_of_adapter(adapter: str) -> list[int]:
     """The ids of the tokens whose rows `adapter` (a folder or a hub id) trains, ascending. Raises the
     errors of read_options()."""
-    origin, key = locate_adapter(adapter), "model.adapter"
-    fetch_adapter(origin, adapter, key)
-    entries = read_options(origin, adapter, key).get("trainable_token_indices") or []
+    options = read_options(fetch_adapter(adapter), adapter, "model.adapter")
+    entries = options.get("trainable_token_indices") or []
     return sorted({token for ids in entries.values() for token in ids} if isinstance(entries, dict) else entries)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels.quantized import MXFP4
-from fxtune.models.prepared import PreparedModel
+from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows
 from fxtune.models.structure import observing, outputs
@@ -19,6 +21,7 @@ from fxtune.techniques.experts.quantized import TENSORS, QuantizedExperts
 from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
+_evidence = partial(Evidence, "quantize")
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
 """Largest relative error |dequantized - weight| / |weight| of each type. Normally distributed weights have 0.09 in
 nf4, 0.01 in int8, 0.027 in fp8 and 0.115 in MXFP4."""
@@ -33,13 +36,12 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
     assert done is not None, "apply() has filled it in"
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     kinds = {module.stored_as for module in linears}
-    evidence = partial(Evidence, "quantize")
     wanted = options.type.value
     experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     kinds_of_experts = {layer.stored_as for layer in experts}
     stored = sum(map(stored_bytes, linears)) + sum(map(bytes_of_experts, experts))
     seen_as = ", ".join(sorted(kinds)) or wanted, ", ".join(sorted(kinds_of_experts))
-    yield evidence(
+    yield _evidence(
         _inside(f"{done.linears} linears", done.experts, wanted, done.experts_as),
         f"{_inside(str(len(linears)), len(experts), *seen_as)}, {done.share:.1%} of the model: "
         f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
@@ -49,15 +51,15 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
         and (options.type is WeightFormat.fp8 or stored < done.before),
     )
     if linears or not done.shipped:
-        worst, (error, which) = WORST_ERROR[options.type.value], _error(prepared, bool(linears))
-        yield evidence(
+        worst, (error, which) = WORST_ERROR[options.type.value], _error(model, done, bool(linears))
+        yield _evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
             error < worst and (error > 0 or done.experts_as == MXFP4),  # MXFP4 may have the numbers, as in gpt-oss
         )
     if done.shipped:
         codes = sum(bool(weights[0].any()) for layer in experts for weights in layer.stored_weights())
-        yield evidence(
+        yield _evidence(
             "the experts that the checkpoint has in MXFP4, unchanged",
             f"{codes} tensors {done.shipped}, relative error {done.experts_error:.1g}",
             codes == len(TENSORS) * len(experts) and done.experts_error < SAME,
@@ -67,27 +69,25 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
     made = [dequantized(linears[0]).dtype] if linears else []
     made += [layer.compute_dtype for layer in experts if options.type is not WeightFormat.fp8]
     dtypes = {str(dtype).removeprefix("torch.") for dtype in made}
-    yield evidence(
+    yield _evidence(
         f"frozen, dequantized to {options.compute_dtype.value}",
         f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
         not trained and dtypes <= {options.compute_dtype.value},
     )
     if options.head or options.embeddings:
         ends = [model.get_output_embeddings()] * options.head + [model.get_input_embeddings()] * options.embeddings
-        yield evidence(
+        yield _evidence(
             " and ".join(["head"] * options.head + ["embeddings"] * options.embeddings) + " in fp8",
             ", ".join(done.ends),
             all(isinstance(end, Fp8Head | Fp8Embedding) for end in ends),
         )
     if options.type is WeightFormat.fp8 or experts:
-        yield from _products(options, prepared, probe, bool(linears))
+        yield from _products(options, model, done, probe, bool(linears))
 
 
-def _error(prepared: PreparedModel, has_linears: bool) -> tuple[float, str]:
+def _error(model: nn.Module, done: Quantization, has_linears: bool) -> tuple[float, str]:
     """The largest |dequantized - weight| / |weight| that was measured, and the weights on which it was measured."""
-    done = prepared.quantization
-    assert done is not None, "apply() has filled it in"
-    stored = [module.rounding for module in prepared.module.modules() if isinstance(module, StoresRows)]
+    stored = [module.rounding for module in model.modules() if isinstance(module, StoresRows)]
     if divided := [rounding for rounding in stored if rounding]:
         return max(divided), f"at most in the first rows of {len(divided)} matrices"
     if done.experts and not done.shipped:
@@ -97,28 +97,24 @@ def _error(prepared: PreparedModel, has_linears: bool) -> tuple[float, str]:
 
 
 def _products(
-    options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any], has_linears: bool
+    options: QuantizeOptions, model: nn.Module, done: Quantization, probe: dict[str, Any], has_linears: bool
 ) -> Iterator[Evidence]:
     """Yield evidence that a forward pass calls the operators over packed weights."""
-    model, done = prepared.module, prepared.quantization
     in_fp8 = options.type is WeightFormat.fp8
-    assert done is not None, "apply() has filled it in"
     with observing(model):
         operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
         seen = observe_operators(lambda: outputs(model, **probe), operators)
     if in_fp8 and (has_linears or options.head):
         kernels = ", ".join(sorted({short_name(name) for name in seen["fp8"].kernels}))
         calls = seen["fp8"].calls
-        yield Evidence(
-            "quantize",
+        yield _evidence(
             "products in fp8",
             f"{calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
             calls > 0,
         )
     if done.experts:
         calls = seen["experts"].calls
-        yield Evidence(
-            "quantize",
+        yield _evidence(
             f"the experts of {done.experts} layers as one operator "
             + ("in fp8" if in_fp8 else f"over {done.experts_as}"),
             f"it ran {calls} times in a forward pass",

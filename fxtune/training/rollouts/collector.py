@@ -53,8 +53,7 @@ PROMPT = ("prompt", "messages", "conversations", "conversation")
 
 
 class Collector:
-    """Collects rollouts of `model`. `config`: the run's, with all rows decided. `note`: prints a line. Call
-    close() at the end."""
+    """Collects rollouts of `model`. `config`: the run's, with all rows decided. Call close() at the end."""
 
     def __init__(
         self,

@@ -98,7 +98,6 @@ class ModelSampler:
         return lambda: episodes.answers
 
     def _turns(self, requests: Sequence[Request]) -> list[Sampled]:
-        """One turn of each answer."""
         batch, sizes = self.config.batch, self.rows_per_pass
         with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
             return in_batches(requests, self._write, self.world, sizes, "sampling", batch, work)

@@ -361,7 +361,6 @@ def how_to_start(config: Config) -> str:
 
 
 def _require_servable(folder: Path, tensors: Mapping[str, str]) -> None:
-    """Raise ConfigError if vLLM cannot serve the adapter in `folder`."""
     if found := refusals(read_json(folder / "adapter_config.json"), tensors):
         raise ConfigError(f"sampler.name=vllm: vLLM serves {', '.join(found)}. Set sampler.name=model.")
 

@@ -75,8 +75,7 @@ class Images:
         return FAMILIES[config.model_type].merge
 
     def pixel_dtype(self, config: Any, weights: torch.dtype) -> torch.dtype:
-        """The dtype of pixels that gives the same bits as float32 pixels. `weights`: the dtype of the model's
-        weights."""
+        """The dtype of pixels that gives the same bits as float32 pixels."""
         return weights if FAMILIES[config.model_type].casts_pixels else torch.float32
 
     def divided(self, model: Any, images: Tensors, documents: Sequence[torch.Tensor]) -> list[Tensors]:
@@ -153,7 +152,6 @@ def _base(model: Any) -> Any:
 
 
 def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists."""
     for part in found:
         if isinstance(part, torch.Tensor):
             yield part

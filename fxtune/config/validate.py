@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import BooleanNode, FloatNode, IntegerNode
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,78 +28,6 @@ TASK_FOLDER = "eval.task_folder"
 """The key that names a folder with code of benchmarks."""
 OUTPUT_KEYS = ("run.dir", "data.cache_dir")
 """Keys that say where files are written."""
-
-_OTHER_NAMES = {
-    "optimizer.lr": "learning_rate",
-    "train.micro_batch_size": "batch_size per_device_train_batch_size",
-    "train.global_batch_size": "gradient_accumulation_steps",
-    "train.epochs": "num_epochs num_train_epochs",
-    "train.max_steps": "steps",
-    "train.max_grad_norm": "max_grad_value",
-    "train.eval_every": "eval_steps",
-    "train.log_every": "logging_steps",
-    "data.sequence_length": "max_seq_length max_length seq_len",
-    "data.sources": "dataset datasets train_file",
-    "model.path": "model_name_or_path base_model",
-    "model.dtype": "torch_dtype bf16",
-    "run.dir": "output_dir",
-    "techniques.lora": "lora",
-    "techniques.lora.r": "lora_r rank",
-    "techniques.lora.alpha": "lora_alpha",
-    "techniques.lora.dropout": "lora_dropout",
-    "techniques.checkpointing.enabled": "gradient_checkpointing",
-    "techniques.compile.enabled": "torch_compile",
-    "schedule.name": "lr_scheduler_type",
-    "checkpoint.every": "save_steps",
-    "tracking.wandb": "wandb",
-    "tracking.wandb.mode": "report_to use_wandb",
-}
-OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-"""The names of keys in other trainers, each with fxtune's key."""
-
-_KERNELS = "name the kernels in techniques.liger.kernels"
-_SPIKES = "train.spikes=report judges by 64 steps and a threshold of 8"
-_DECIDED = "fxtune decides it"
-REPLACED = {
-    **{
-        f"techniques.liger.{kernel}": _KERNELS
-        for kernel in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy")
-    },
-    **{
-        f"techniques.rope.{name}": f"use techniques.rope.parameters={{{name}: NUMBER}}"
-        for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")
-    },
-    "techniques.apex.layer_norm": "techniques.apex.enabled replaces both kinds of norms",
-    "techniques.apex.rms_norm": "techniques.apex.enabled replaces both kinds of norms",
-    "techniques.precision.initial_scale": "the first loss scale is 65536",
-    "techniques.precision.scale_growth_interval": "the loss scale grows after 2,000 good steps",
-    "techniques.quantize.library": "bitsandbytes stores nf4 and int8",
-    "techniques.quantize.double": "nf4 always has double quantization",
-    "techniques.quantize.transpose": _DECIDED,
-    "techniques.quantize.linears": _DECIDED,
-    "techniques.lora.matmul": _DECIDED,
-    "techniques.lora.grouped_experts": _DECIDED,
-    "techniques.checkpointing.offload_what": "use techniques.checkpointing.offload=inputs or kept",
-    "techniques.checkpointing.offload_layers": "the host's memory decides how many layers send",
-    "techniques.compile.max_graph_breaks": "use techniques.compile.fullgraph",
-    "techniques.compile.max_recompiles": "the limit is 8",
-    "parallel.bucket_mib": "buckets have 100 MiB",
-    "parallel.reduce_dtype": "use parallel.compression=bfloat16",
-    "parallel.powersgd_rank": "use parallel.compression=powersgd, of rank 4",
-    "parallel.powersgd_start": "PowerSGD begins at step 10",
-    "schedule.warmup_ratio": "use schedule.warmup_steps, where a number below 1 is a share of the run",
-    "schedule.decay_ratio": "use schedule.decay_steps, where a number below 1 is a share of the run",
-    "train.spike_window": _SPIKES,
-    "train.spike_threshold": _SPIKES,
-    "optimizer.library": _DECIDED,
-    "optimizer.fused": "AdamW and SGD are torch's fused kernels",
-    "techniques.liger.chunk_rows": "the fused loss holds as many rows of logits as fit into 1 GiB",
-    "loader.persistent_workers": "workers stay until the run ends",
-    "loader.pin_memory": "batches for a GPU are page-locked",
-    "data.questions.batch_size": "32 questions are answered at a time, and fewer where memory runs out",
-    "refresh.sample": "at most 1,000 old and 1,000 new documents are compared",
-}
-"""Keys of earlier versions of fxtune, each with what to use instead, or what fxtune does."""
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
@@ -291,22 +220,23 @@ class Validator:
             return f"unknown key `{name}`: `{owner}` is {expected(slot)} and has no keys"
         if "." in key:  # only a file's key can have dots: a command line's key is split at its dots
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
-        if name in REPLACED:
-            return f"`{name}` is no key any more: {REPLACED[name]}"
+        if instead := _names("earlier_versions").get(name):
+            return f"`{name}` is no key any more: {instead}"
         if better := self._likely_key(above, list(slot.fields), key, rest):
             return f"unknown key `{name}`; did you mean `{better}`?"
         return f"unknown key `{name}`. {f'`{owner}`' if above else 'A config'} has: {', '.join(slot.fields)}"
 
     def _likely_key(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
         full, last = ".".join((*above, key, *rest)), rest[-1] if rest else key
-        if last in OTHER_NAMES and OTHER_NAMES[last].rpartition(".")[0] == ".".join(above):
-            return OTHER_NAMES[last]
+        translated = next((ours for ours, theirs in _names("other_trainers").items() if last in theirs.split()), None)
+        if translated and translated.rpartition(".")[0] == ".".join(above):
+            return translated
         words = set(key.lower().split("_"))
         longer = [sibling for sibling in siblings if words <= set(sibling.split("_"))]
         if close := nearest(key, siblings, 0.75) or nearest(key, longer, 0.0):
             return ".".join((*above, close, *rest))
-        if last in OTHER_NAMES:
-            return OTHER_NAMES[last]
+        if translated:
+            return translated
         every_key = list(all_keys(self.schema))
         for word in (key, last):
             if same := [known for known in every_key if known.rpartition(".")[2] == word]:
@@ -314,6 +244,12 @@ class Validator:
         if close := nearest(key, siblings):
             return ".".join((*above, close, *rest))
         return nearest(full, every_key, 0.8)
+
+
+def _names(of: str) -> dict[str, str]:
+    """A section of other_names.yaml, which only messages about unknown keys read."""
+    text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text)[of])
 
 
 def command_line_only(key: str) -> bool:

@@ -269,6 +269,8 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             unlike = unlike or [str(error)]
             continue
         if before is None:
+            if any((path / CHECKPOINTS).glob("step-*")):
+                unlike = unlike or [f"{path} has checkpoints and no config.yaml, which says what run they are of."]
             continue
         changed = differences(completed(before), config)
         if (path / RESULT).exists():

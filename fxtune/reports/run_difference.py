@@ -86,7 +86,7 @@ def compare_runs(first: Path, second: Path) -> RunDifference:
     settings = [run.setting for run in runs]
     for group in dict.fromkeys([*settings[0], *settings[1]]):
         heading = SECTIONS.get(group, "what was decided")
-        pair = [flat({group: setting.get(group, {})}) for setting in settings]
+        pair = [flat({group: setting[group]}) if group in setting else {} for setting in settings]
         changes = list(_differences(*pair))
         in_recipe = any(change.key.startswith(f"{group}.") for change in difference.recipe)
         differ[heading] = differ.get(heading, False) or in_recipe or bool(changes)

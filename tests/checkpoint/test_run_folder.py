@@ -171,6 +171,15 @@ def test_a_new_run_names_the_unfinished_run_that_it_does_not_resume():
     assert start("must").resumed
 
 
+def test_a_new_run_names_the_run_whose_config_is_gone():
+    folder = start().path
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "config.yaml").unlink()
+    new = start()
+    assert new.path == Path("runs/a-2")
+    assert new.passed_over == ["runs/a has checkpoints and no config.yaml, which says what run they are of."]
+
+
 def test_a_new_run_names_the_finished_run_that_a_longer_one_could_go_on_with():
     start().finish({})
     longer = {**CONFIG, "train": {**CONFIG.get("train", {}), "epochs": 7}}

@@ -95,6 +95,14 @@ def test_rows_like_the_old_ones_are_no_drift_and_others_are_learned_and_promoted
     assert current.resolve() == parent
 
 
+def test_rows_that_an_earlier_refresh_tested_are_not_tested_again(parent, capsys):
+    files = [write(f"{seed}.jsonl", LIKE, seed) for seed in (5, 7)]
+    for command in (*files, *files):
+        assert main(command) == 10
+    assert [entry["number"] for entry in entries()] == [1, 2]
+    assert "Refresh 1 has tested these rows already" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_rejected_run_replaces_nothing(parent, capsys, tmp_path):
     command = [*write("new.jsonl", UNLIKE, 6), "optimizer.lr=1e-9", "--json", str(tmp_path / "entry.json")]

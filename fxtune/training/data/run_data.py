@@ -13,6 +13,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.plan import Plan
+from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.ends import used_special_tokens
@@ -90,8 +91,12 @@ def rows_to_read(config: Config) -> DataConfig:
 
 def held_out_note(evaluation: Plan) -> str:
     """A line for the user on the held-out documents."""
+    used = dropped = 0
+    for table, counts in zip(evaluation.tables, evaluation.stream.counts, strict=True):
+        # Long chats were dropped before the hold-out, so they are on no side of it.
+        own = 0 if table.split.chats and evaluation.stream.settings.side is not Side.all else counts.dropped
+        used, dropped = used + counts.documents - own * (not table.split.chats), dropped + own
     summary = evaluation.summary()
-    used, dropped = summary["documents"] - summary["dropped"], summary["dropped"]
     too_long = f"; {dropped:,} longer than {evaluation.stream.settings.sequence_length:,} tokens are left out"
     supervised = f"{summary['supervised_tokens']:,} supervised tokens"
     held_out = counted(used, evaluation.tables[0].format.noun)

@@ -80,7 +80,7 @@ class RunState:
             saved = self.checkpoints.load_newest(self.weights())
         if saved is None:
             if self.folder.resumed:
-                self.note(f"{self.folder.path} was interrupted before its first checkpoint, so it starts again.")
+                self.note(f"{self.folder.path} has no checkpoint, so it starts again from its first step.")
             return TrainState(data_fingerprint=fingerprint)
         if saved.state.data_fingerprint != fingerprint:
             raise ConfigError(

@@ -141,3 +141,20 @@ def test_low_margins_contradictions_and_few_good_answers_are_counted(cwd):
     write_jsonl(Path("rows.jsonl"), [judged(number, number == 0) for number in range(17)])
     notes = preview.run(compose.load([*WORDS, "objective=kto"]))["notes"]
     assert any("objective.desirable_weight=16" in note for note in notes)
+
+
+@pytest.mark.parametrize("source", ["data.eval_fraction=0.3", "data.eval_sources=[{path: held_out.jsonl}]"])
+def test_held_out_rows_are_counted_without_rows_that_are_too_long(cwd, source):
+    def chat(number: int, words: int) -> dict:
+        turns = zip(("user", "assistant"), (f"Which number is {number}? " * words, "four"), strict=True)
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        write_jsonl(
+            Path(name), [chat(number + 100 * (name != "rows.jsonl"), 40 * (number > 7) + 1) for number in range(20)]
+        )
+    words = [*WORDS, "data.packing=false", source]
+    found = RunBuilder(compose.load(words)).read()[1].evaluation
+    (note,) = [line for line in preview.run(compose.load(words))["notes"] if line.startswith("held out")]
+    assert f"held out for evaluation: {len(found.stream.segments)} documents" in note
+    assert ("12 longer than" in note) == ("eval_sources" in source)

@@ -30,7 +30,7 @@ from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.root import Config
-from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, expected
+from fxtune.config.validate import Validator, command_line_only, expected, names_in_other_trainers
 from fxtune.errors import ConfigError
 from fxtune.objectives.base import Objective
 from fxtune.objectives.registry import OBJECTIVES
@@ -78,7 +78,7 @@ def _entries(key: str) -> tuple[str, ...]:
     name from another trainer becomes fxtune's key."""
     slot: Slot | None = Slot(Config)
     keys: list[str] = []
-    known = key if key in Slot(Config).fields else OTHER_NAMES.get(key, key)
+    known = key if key in Slot(Config).fields else names_in_other_trainers().get(key, key)
     for part in re.sub(r"\.?\[(\d+)\]", r".\1", known).split("."):
         if slot is not None and slot.container is list and not part.isdigit():
             keys.append("0")
@@ -125,7 +125,7 @@ def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, Any]]:
         yield "default", _default(owner, name.rpartition(".")[2])
     if group := discovery.groups().get(name):
         yield "config_group", [f"{name}={option}" for option in group]
-    if others := [other for other, key in OTHER_NAMES.items() if key == name]:
+    if others := [other for other, key in names_in_other_trainers().items() if key == name]:
         yield "also_called", f"{', '.join(others)} (by other trainers)"
     if command_line_only(name):
         yield "set_it", f"{name}=VALUE, on the command line only: a recipe may come from a stranger"

@@ -220,7 +220,7 @@ class Validator:
             return f"unknown key `{name}`: `{owner}` is {expected(slot)} and has no keys"
         if "." in key:  # only a file's key can have dots: a command line's key is split at its dots
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
-        if instead := _names("earlier_versions").get(name):
+        if instead := _other_names()["earlier_versions"].get(name):
             return f"`{name}` is no key any more: {instead}"
         if better := self._likely_key(above, list(slot.fields), key, rest):
             return f"unknown key `{name}`; did you mean `{better}`?"
@@ -228,7 +228,7 @@ class Validator:
 
     def _likely_key(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
         full, last = ".".join((*above, key, *rest)), rest[-1] if rest else key
-        translated = next((ours for ours, theirs in _names("other_trainers").items() if last in theirs.split()), None)
+        translated = names_in_other_trainers().get(last)
         if translated and translated.rpartition(".")[0] == ".".join(above):
             return translated
         words = set(key.lower().split("_"))
@@ -246,10 +246,14 @@ class Validator:
         return nearest(full, every_key, 0.8)
 
 
-def _names(of: str) -> dict[str, str]:
-    """A section of other_names.yaml, which only messages about unknown keys read."""
-    text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text)[of])
+def names_in_other_trainers() -> dict[str, str]:
+    """{the name of a key in another trainer: fxtune's key}"""
+    return {name: key for key, names in _other_names()["other_trainers"].items() for name in names.split()}
+
+
+def _other_names() -> dict[str, dict[str, str]]:
+    """Read when a message or `fxtune help` needs it, because most runs do not."""
+    return dict(yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")))
 
 
 def command_line_only(key: str) -> bool:

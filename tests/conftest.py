@@ -8,14 +8,17 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.internal.conjecture import providers
-from support.harness import FOR_TESTS
+from support.harness import FOR_TESTS, STARTED
+from support.stopping import family
 
 import fxtune  # noqa: F401  before torch: it chooses how OpenMP's threads wait
 
@@ -101,6 +104,17 @@ def _freeze_imported_objects():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_program_outlives_its_test():
+    """A test that fails may leave a program that has stopped itself, or that only a signal ends."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        for pid in family(process.pid) if process.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def pytest_unconfigure():

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -108,7 +110,7 @@ class RunFolder:
     passed_over: list[str] = field(default_factory=list)
     """The newest unfinished run of this name that has another config: its path, and a line for each difference."""
     finished_before: Path | None = None
-    """The newest finished run of this name whose config differs only in its length."""
+    """The newest finished run of this name that is shorter, and whose config differs in nothing else."""
 
     @property
     def finished(self) -> bool:
@@ -253,8 +255,17 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
 
 def _differ_in_length(before: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether two configs are equal, or differ only in the length of the run."""
+    train = before.get("train") or {}
     length = {key: (config.get("train") or {}).get(key) for key in LENGTH}
-    return not differences({**before, "train": {**(before.get("train") or {}), **length}}, config)
+    return isinstance(train, dict) and not differences({**before, "train": {**train, **length}}, config)
+
+
+def _is_longer(before: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether `config` is `before` with more steps or epochs; null is no limit."""
+    if before == config or not _differ_in_length(before, config):
+        return False
+    (less, more) = ([each.get("train", {}).get(key) or math.inf for key in LENGTH] for each in (before, config))
+    return less != more and all(map(operator.le, less, more))
 
 
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: Completed) -> RunFolder:
@@ -274,7 +285,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             continue
         changed = differences(completed(before), config)
         if (path / RESULT).exists():
-            finished += [path] * (changed != [] and _differ_in_length(completed(before), config))
+            finished += [path] * _is_longer(completed(before), config)
             continue
         if not changed:
             if found := _open(path):

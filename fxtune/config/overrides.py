@@ -286,8 +286,9 @@ class RecipeStore:
         if equals:
             reason = str(error).strip().split("\n", 1)[0]
             quoted = f"\"{key}='{value}'\""
-            if "'" in value:
-                escaped = value.strip("\"'").replace('"', '\\"')
+            if "'" in value[1:-1] and value[0] not in "[{":
+                inner = value[1:-1] if value[0] == value[-1] and value[0] in "\"'" else value
+                escaped = inner.replace("\\", "\\\\").replace('"', '\\"')
                 quoted = shlex.quote(f'{key}="{escaped}"')
             if value[:1] + value[-1:] == "[]" and not set(value) & set("\"'{"):
                 quoted = f"'{key}=[{','.join(json.dumps(entry.strip()) for entry in value[1:-1].split(','))}]'"

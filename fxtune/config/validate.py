@@ -238,8 +238,8 @@ class Validator:
         if translated:
             return translated
         every_key = list(all_keys(self.schema))
-        for word in (key, last):
-            if same := [known for known in every_key if known.rpartition(".")[2] == word]:
+        for end in (".".join((key, *rest)), key, last):
+            if same := [known for known in every_key if f".{known}".endswith(f".{end}")]:
                 return nearest(full, same, 0.0) or same[0]
         if close := nearest(key, siblings):
             return ".".join((*above, close, *rest))

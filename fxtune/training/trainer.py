@@ -109,14 +109,15 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
                 "with this recipe:\n" + "\n".join(folder.passed_over)
             )
         elif finished := folder.finished_before:
-            way = f"model.path={finished / 'model'} starts from its weights"
+            way = f"model.init=pretrained model.path={finished / 'model'} starts from its weights"
             if config.techniques.lora.enabled:
                 way = f"model.adapter={finished / 'adapter'} starts from its weights"
-            if config.schedule.name in EXTENDABLE:
+            staged = config.train.batch_ramp or config.data.length_schedule
+            if config.schedule.name in EXTENDABLE and not staged:
                 way = f"run.dir={finished} goes on with it"
             screen.note(
-                f"This run starts from its beginning in {folder.path}. {finished} is a finished run of this recipe "
-                f"with another length: {way}."
+                f"This run starts from its beginning in {folder.path}. {finished} is a shorter, finished run of this "
+                f"recipe: {way}."
             )
         with SIGNALS.interruptible():
             trainer = Trainer(config, folder, screen, recipe)

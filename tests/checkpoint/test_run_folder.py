@@ -181,11 +181,14 @@ def test_a_new_run_names_the_run_whose_config_is_gone():
 
 
 def test_a_new_run_names_the_finished_run_that_a_longer_one_could_go_on_with():
-    start().finish({})
-    longer = {**CONFIG, "train": {**CONFIG.get("train", {}), "epochs": 7}}
+    epochs = {number: {**CONFIG, "train": {"max_steps": None, "epochs": number}} for number in (3, 5, 7)}
+    start(config=epochs[5]).finish({})
     assert start(config=OTHER).finished_before is None
-    assert start(config=longer).finished_before == Path("runs/a")
-    assert start("never", config=longer).finished_before is None
+    assert start(config=epochs[3]).finished_before is None
+    assert start(config=epochs[7]).finished_before == Path("runs/a")
+    assert start("never", config=epochs[7]).finished_before is None
+    Path("runs/a/config.yaml").write_text("train: 5\n")
+    assert start(config={**epochs[7], "train": {"max_steps": 9, "epochs": 7}}).finished_before is None
 
 
 def test_all_paths_to_a_folder_share_its_lock():

@@ -109,15 +109,15 @@ def test_rank_whose_watch_waits_for_the_store_ends_with_its_own_code(patience, c
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
     words = [sys.executable, "-c", WATCHED, str(patience)]
     with subprocess.Popen(words, env={**os.environ, **place}, stdin=subprocess.PIPE) as rank:
-        TCPStore("127.0.0.1", port, is_master=False).wait(["beat 0/1"])
-        os.kill(holder.pid, signal.SIGSTOP)
-        wait_for(lambda: unread(port))  # the next beat waits for its answer
-        rank.stdin.write(b"\n")
-        rank.stdin.close()
-        time.sleep(0.5)  # it waits for its watch
-        if code == 0:
-            os.kill(holder.pid, signal.SIGCONT)
         try:
+            TCPStore("127.0.0.1", port, is_master=False).wait(["beat 0/1"])
+            os.kill(holder.pid, signal.SIGSTOP)
+            wait_for(lambda: unread(port))  # the next beat waits for its answer
+            rank.stdin.write(b"\n")
+            rank.stdin.close()
+            time.sleep(0.5)  # it waits for its watch
+            if code == 0:
+                os.kill(holder.pid, signal.SIGCONT)
             assert rank.wait(600) == code
         finally:
             rank.kill()

@@ -406,6 +406,7 @@ def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
     ]
     run = forks.start(words, tmp_path)
     worker = harness.wait_for(lambda: run.ended() or next(iter(children(run.pid, "spawn_main")[-1:]), None))
+    assert not run.ended(), (tmp_path / "log.txt").read_text()
     os.kill(worker, signal.SIGSTOP)  # so that the run cannot end before the worker is killed
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
     assert not run.ended(), (tmp_path / "log.txt").read_text()

@@ -110,7 +110,7 @@ def test_signal_waits_for_the_current_save(run_, monkeypatch):
         return real(staging, *given)
 
     monkeypatch.setattr(stored, "write", slow)
-    at_step(monkeypatch, 3, lambda: (signalled.set(), send()))
+    at_step(monkeypatch, 3, lambda: (send(), signalled.set()))
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert written == [".staging-step-00000003"]

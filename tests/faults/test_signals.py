@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.endings import Ending, Traced
-from support.harness import ROOT, command, user_environment, wait_for
+from support.harness import ROOT, STARTED, command, user_environment, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
 from support.processes import children, stopped, waits
 
@@ -310,6 +310,7 @@ def test_job_script_requeues_a_preempted_job(tmp_path):
             return subprocess.Popen(script, cwd=tmp_path, stdout=log, stderr=log, env=environ, start_new_session=True)
 
         first = job()
+        STARTED.append(first)
         wait_for(
             lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("train/loss") > 3,
             first,

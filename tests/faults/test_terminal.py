@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.harness import command, run, user_environment, wait_for
+from support.harness import STARTED, command, run, user_environment, wait_for
 from support.stopping import resume, stopped_below, stops_before
 
 RANKS = {1: (), 2: ("run.gpus=2", "run.device=cpu")}
@@ -40,9 +40,10 @@ class Terminal:
             start_new_session=True,
             preexec_fn=take_terminal,
         )
+        STARTED.append(self.process)
         os.close(slave)
         self.seen, self._over = b"", threading.Event()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:

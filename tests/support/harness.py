@@ -140,6 +140,10 @@ def command(folder: Path, *words: str) -> list[str]:
     return [*(word for word in defaults if word.partition("=")[0] not in keys), *words]
 
 
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Programs of the current test that lead process groups. tests/conftest.py ends the programs that it leaves."""
+
+
 @dataclass
 class Done:
     code: int
@@ -149,7 +153,7 @@ class Done:
 def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) -> subprocess.Popen[bytes]:
     """Start `python -m fxtune WORDS` in `folder`, in its own process group, with its output in `folder`/`log`."""
     with (folder / log).open("ab") as out:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "fxtune", *words],
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -158,6 +162,8 @@ def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) 
             env=user_environment(**environ),
             start_new_session=True,
         )
+    STARTED.append(process)
+    return process
 
 
 def run(words: list[str], folder: Path, timeout: float = 600, **environ: str) -> Done:

@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +30,14 @@ def free_port() -> int:
     while True:
         port = 10_000 + next(_PORTS) % 20_000
         taken = socket.socket(socket.AF_UNIX)
-        with socket.socket() as tried, suppress(OSError):
+        try:
             taken.bind(f"\0fxtune-test-port-{port}")  # no file, and gone with this process
+            with socket.socket() as tried:
+                tried.bind(("127.0.0.1", port))
+        except OSError:
+            taken.close()
+        else:
             _TAKEN.append(taken)
-            tried.bind(("127.0.0.1", port))
             return port
 
 

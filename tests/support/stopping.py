@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from support.harness import KEPT, wait_for
@@ -82,4 +83,5 @@ def family(pid: int) -> list[int]:
 def resume(pids: list[int]) -> None:
     """Let the processes of stopped_below() go on, with the signals that came meanwhile."""
     for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

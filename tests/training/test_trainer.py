@@ -211,7 +211,7 @@ def test_a_longer_recipe_of_a_finished_run_is_told_how_to_go_on_with_it(narrow, 
     train.run(narrow)
     narrow.train.max_steps = 2
     train.run(narrow)
-    (line,) = [line for line in said if "with another length" in line]
+    (line,) = [line for line in said if "finished run of this recipe" in line]
     key, value = re.search(r"(run\.dir|model\.adapter)=(\S+)", line).groups()
     assert key == ("run.dir" if extendable else "model.adapter")
     if extendable:

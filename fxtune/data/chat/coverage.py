@@ -90,8 +90,8 @@ class Coverage:
             if any(isinstance(row[column], list) and _is_of_numbers(row[column]) for column in unknown):
                 fault += " (`train: false` in a message says that it is not learned)"
             if {"label", "labels"}.issuperset(lost):
-                fault += f", {short(row[lost[0]])} (objective=classification learns it; objective=kto learns from "
-                fault += "true or 1 for a good answer, false or 0 for a bad one)"
+                fault += f" (the value is {short(row[lost[0]])}; objective=classification learns it, and "
+                fault += "objective=kto learns from true or 1 for a good answer, false or 0 for a bad answer)"
             raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(

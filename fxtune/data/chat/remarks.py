@@ -32,7 +32,7 @@ OTHERS_REMARK = (
     "some answers are not used: the most frequent one is learned, or by their scores the best and the worst"
 )
 TEXT_REMARK = "the prompt is a text and not a list of messages, so no chat template is written around it"
-"""Printed only for a source that also has chats."""
+"""Printed only if it is true of some rows of a source, and not of all."""
 CROSSED_REMARK = (
     "an answer begins inside a token of its prompt, which sampling never writes; `fxtune preview` shows where, and "
     "another character at the end of the prompt or at the beginning of the answer avoids it"

@@ -101,7 +101,7 @@ def _parse(line: bytes, where: str, keeps_images: bool) -> Row:
         raw = line.decode(errors="backslashreplace")
         return bad_row(where, f"byte {problem.start + 1} of the line is {NOT_UTF8}", raw)
     except json.JSONDecodeError as problem:
-        comma = "; a comma follows the row: remove it" * text[problem.pos :].strip().startswith(",")
+        comma = "; a comma follows the row: remove it" * (text[problem.pos :].strip() == ",")
         return bad_row(where, f"not JSON ({problem.msg}, column {problem.colno}{comma})", text)
     except RepeatedKeyError as problem:
         return bad_row(where, str(problem), text)

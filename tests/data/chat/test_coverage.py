@@ -184,7 +184,7 @@ def test_classes_are_no_preferences(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "two", "label": 1}])
     assert open_source(SourceConfig(path=str(path))).format() is FORMATS["text"]
     reason = encode("chatml", json.loads(path.read_text()), "text")
-    assert "column 'label' is not read, 1 (" in reason
+    assert "column 'label' is not read (the value is 1;" in reason
 
 
 @pytest.mark.parametrize("place", ["column", "turn", "variable"])

@@ -179,10 +179,13 @@ def test_killed_run_leaves_no_workers_and_no_partial_table(tokenizer, table_of, 
     run = start(tmp_path, tmp_path / "go", 2)
     workers = wait_for(lambda: len(found := children(run.pid, "spawn_main")) == 2 and found, run)
     os.kill(workers[1], signal.SIGSTOP)  # so that the run cannot end before it is killed
-    wait_for(lambda: list(tmp_path.glob("cache/tokens/*.staging/ids.npy")), run)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    os.kill(workers[1], signal.SIGCONT)
+    try:
+        wait_for(lambda: list(tmp_path.glob("cache/tokens/*.staging/ids.npy")), run)
+    finally:
+        run.kill()
+        run.wait()
+        os.kill(workers[1], signal.SIGCONT)
+    assert run.returncode == -signal.SIGKILL
     wait_for(lambda: not any(map(alive, workers)))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:50]))
     assert len(table_of(path)) == 50

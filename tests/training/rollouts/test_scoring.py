@@ -136,7 +136,7 @@ def test_a_reward_that_fails_is_named_and_the_others_go_on(score):
 def test_a_reward_that_wants_a_column_which_rows_lack_names_their_columns(score):
     (found,) = score(["misses"], ["a"])
     assert "'anwser'" in found.problem
-    assert "The columns of this row are answer, level" in found.problem
+    assert "columns of the row: answer, level" in found.problem
 
 
 def test_a_reward_that_hangs_is_ended(score, tmp_path, monkeypatch):

@@ -286,12 +286,13 @@ class RecipeStore:
         if equals:
             reason = str(error).strip().split("\n", 1)[0]
             quoted = f"\"{key}='{value}'\""
-            if "'" in value[1:-1] and value[0] not in "[{":
-                inner = value[1:-1] if value[0] == value[-1] and value[0] in "\"'" else value
+            inner = value[1:-1] if value[:1] == value[-1:] and value[:1] in "\"'" else value
+            if "'" in inner:
                 escaped = inner.replace("\\", "\\\\").replace('"', '\\"')
                 quoted = shlex.quote(f'{key}="{escaped}"')
-            if value[:1] + value[-1:] == "[]" and not set(value) & set("\"'{"):
-                quoted = f"'{key}=[{','.join(json.dumps(entry.strip()) for entry in value[1:-1].split(','))}]'"
+            if value[:1] + value[-1:] == "[]" and not set(value) & set('"{'):
+                entries = ",".join(json.dumps(entry.strip().strip("'")) for entry in value[1:-1].split(","))
+                quoted = shlex.quote(f"{key}=[{entries}]")
             if (plain := re.sub(r"""([{,]\s*)(["'])([^"']*)\2(?=\s*:)""", r"\1\3", value)) != value:
                 return f"`{text}` cannot be read: names in {{}} have no quotes here. Write '{key}={plain}'"
             return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"

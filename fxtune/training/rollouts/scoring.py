@@ -261,8 +261,8 @@ def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores:
     try:
         signature.bind(**sent)
     except TypeError as error:
-        columns = ", ".join(group.columns) or "none"
-        raise TypeError(f"{error} (columns of the row: {columns}; options stand in objective.rewards)") from error
+        given = ", ".join(group.columns) or "none"
+        raise TypeError(f"{error} (columns of the row: {given}; options stand in objective.rewards)") from error
     values = _now(function(**sent))
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise TypeError(f"it returned {values!r}; it must return a list with a number or None for each completion")

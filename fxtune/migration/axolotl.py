@@ -87,8 +87,8 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
         source["format"], said["type"] = "text", (Fate.translated, "format=text")
     elif kind is not None and "objective" not in account.recipe and not re.fullmatch(CHATS, str(kind)):
         raise ValueError(f"rows of type {kind}. Write chats: {{messages: [{{role, content}}]}}")
-    elif str(kind).startswith("alpaca"):
-        said["type"] = Fate.differs, "rows become chats of the tokenizer's template, without `### Instruction:`"
+    elif str(kind).startswith(("alpaca", "chatml.", "llama3.", "zephyr.")):
+        said["type"] = Fate.differs, "rows become chats of the tokenizer's template, where this type has its own"
     if left:
         raise ValueError(f"not translated of {source['path']}: {', '.join(left)}")
     top, number = account.own(key), listed(account.get(key)).index(entry)

@@ -262,6 +262,7 @@ def test_a_file_that_is_no_config_is_one_message(folder, capsys, text):
         ("axolotl", {"shuffle_merged_datasets": False}, "shuffles"),
         ("axolotl", {"datasets": [{"path": "rows.jsonl", "train_on_eos": "all"}]}, "train_on_eos"),
         ("axolotl", {"datasets": [{"path": "rows.jsonl", "type": "alpaca"}]}, "alpaca"),
+        ("axolotl", {"rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}, "chatml.intel"),
         ("swift", {"dataset_shuffle": False}, "shuffles"),
         ("llamafactory", {"image_max_pixels": 262144}, "image_max_pixels"),
         ("trl", {"loss_type": "nll"}, "all tokens"),

@@ -6,8 +6,8 @@
     fxtune import job.json --model Qwen/Qwen3-8B --data chats.jsonl  # another model, other data
     fxtune import qat.yaml --without qat         # leave out a key that fxtune refused
 
-Each key is translated, is left out because it has no effect here, or is refused. A table says which, and why. If a key
-is refused, no recipe is written. The first lines of the recipe say how its training differs from the other tool's.
+Each key is translated, differs, has no effect here, or is refused. A table says which, and why. If a key is refused,
+no recipe is written. The first lines of the recipe say how its training differs from the other tool's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from fxtune.system.terminal.console import say, table
 
 TOOLS = {module.TOOL.name: module.TOOL for module in (axolotl, openai, trl, llamafactory, swift)}
 """The tools by name, in the order in which they are tried: tools with unmistakable keys come first."""
+NEEDED = {"model.path": ("model_name_or_path", "--model ID"), "data.sources": ("dataset", "--data FILE")}
+"""{a key that no recipe can lack: (the name in keys.yaml of the other tool's key, the option that gives it)}."""
 
 
 def run(
@@ -58,6 +60,9 @@ def run(
     account = read(TOOLS[tool], kept, gpus=gpus, file=file, method=method, data=data or "")
     if model:
         account.set("model.path", model, "model_name_or_path")
+    missing = {account.own(name): option for key, (name, option) in NEEDED.items() if not account.recipe.get(key)}
+    known = [entry.key for entry in account.shown() if entry.fate is Fate.refused]
+    account.refuse("a recipe cannot do without it", *(key for key in missing if key not in known))
     for key in left_out:
         account.differ(f"{key}={values[key]} is left out")
     rows = [[entry.key, entry.fate.value, entry.text] for entry in account.shown() if entry.text != "not set"]
@@ -69,10 +74,12 @@ def run(
     ANSWER.put(found)
     if refused := [entry for entry in account.shown() if entry.fate is Fate.refused]:
         lines = "\n".join(f"  {entry.key}: {entry.text}" for entry in refused)
-        keys = ",".join(entry.key for entry in refused if entry.key in values)
+        left_out += [entry.key for entry in refused if entry.key in values]
+        without = ",".join(key for key in left_out if key not in missing)
+        options = [*missing.values(), *([f"--without {without}"] if without else [])]
         raise ConfigError(
-            f"{file} asks for what fxtune does not do, so no recipe is written:\n{lines}\nChange these keys, or leave "
-            f"them out: fxtune import {file} --without {keys}"
+            f"{file} asks for what fxtune does not do, so no recipe is written:\n{lines}\nChange these keys, or "
+            f"repeat the command with {' '.join(options)}"
         )
     title = f"{account.recipe.get('model.path')}, from {file} of {tool}"
     comments = [title, "", f"  fxtune +recipe={name}", "", *(f"Differs: {line}." for line in account.differences)]

@@ -44,8 +44,6 @@ HELD_OUT = 200
 QUESTIONS = 20
 BUNDLES = (["lora", "fast"], ["qlora", "fast"])
 """Techniques to try: the fastest first, the smallest in memory last."""
-PAIR_RATE = 5.0e-6
-"""The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 HEAD_RATE, TINY_HEAD_RATE = 1.0e-4, 2.0e-3
 """The learning rates of LoRA with a head for classes, ranks or vectors: TRL's default for reward models
 (docs/reward_models.md); and for the models that ship with fxtune, between the rates of their recipes."""
@@ -185,7 +183,7 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     if not objective.needs.reads_groups:
         found.set("optimizer.lr", "auto", "from the size of the model and the adapters (docs/learning_rate.md)")
     elif objective.needs.writes:
-        found.set("optimizer.lr", PAIR_RATE, "of a published recipe for preferences with LoRA")
+        found.set("optimizer.lr", objective.needs.pair_rate, "of a published recipe for preferences with LoRA")
     else:
         rate = TINY_HEAD_RATE if (model.path or "").startswith("builtin:") else HEAD_RATE
         found.set("optimizer.lr", rate, "of LoRA with such a head; try others (fxtune sweep)")

@@ -33,6 +33,7 @@ OFF = (False, 0, "no", "none", "None")
 
 class Fate(str, Enum):
     translated = "translated"
+    differs = "differs"
     no_effect = "no effect here"
     refused = "refused"
 
@@ -68,6 +69,7 @@ class Tool:
         }
         return own | {
             "lines": lines,
+            "reasons": found["reasons"],
             "names": {name: key for key, name in pairs(own.get("names", "")).items()},
             "values": {key: pairs(words) for key, words in found["values"].items()},
             "defaults": shared.get("defaults", {}) | own.get("defaults", {}),
@@ -119,7 +121,8 @@ class Account:
                 raise
             return self.refuse(f"{_short(value)} is no value of {target}: see `fxtune help {target}`", *names)
         if found is None is not value:
-            return self.note(f"no count: {target} has its default", *names)
+            why = self.tool.table["reasons"].get(target, f"no count: {target} has its default")
+            return (self.differ if 0 < float(value) < 1 else self.note)(why, *names)
         self.recipe[target] = found
         for name in names:
             before = self.entries.get(self.own(name))
@@ -127,21 +130,26 @@ class Account:
             self._enter(Fate.translated, f"{also}{target}={_short(found)}", name)
 
     def note(self, why: str, *names: str) -> None:
-        """Record that the keys `names` have no effect here, and why."""
+        """Record that the keys `names` have no effect here, and why. Their differences are taken back."""
+        own = {*map(self.own, names)}
+        self.differences = [it for it in self.differences if it.replace("=", ":").split(":")[0] not in own]
         self._enter(Fate.no_effect, why, *names)
 
     def refuse(self, why: str, *names: str) -> None:
         """Record that the keys `names` are refused. `why`: what fxtune cannot do, and what to change."""
         self._enter(Fate.refused, why, *names)
 
-    def differ(self, sentence: str) -> None:
-        if sentence not in self.differences:
-            self.differences.append(sentence)
+    def differ(self, why: str, *names: str) -> None:
+        """Record how the tool trains otherwise. `names`: the keys that make it do so."""
+        self._enter(Fate.differs, why, *names)
+        keys = ", ".join(f"{self.own(name)}={_short(self.get(name))}" for name in names)
+        self.differences = [*dict.fromkeys([*self.differences, f"{keys}: {why}" if names else why])]
 
     def shown(self) -> list[Entry]:
-        """The entries of the config's keys, and of refused keys that the config lacks."""
-        keys = [key for key, entry in self.entries.items() if entry.fate is Fate.refused]
-        return [self.entries[key] for key in dict.fromkeys([*self.config, *keys])]
+        """The entries of the config's keys and of keys inside them, and of refused keys that the config lacks."""
+        refused = (key for key, entry in self.entries.items() if entry.fate is Fate.refused)
+        tops = dict.fromkeys([*self.config, *refused])
+        return [entry for top in tops for key, entry in sorted(self.entries.items()) if key.split(".")[0] == top]
 
     def word(self, name: str, default: Any = None) -> Any:
         """The value of a key, in the recipe's words."""
@@ -162,15 +170,14 @@ class Account:
             self.set(target, choices.split("|")[bool(value)] if choices else self.word(name), name)
         elif kind == "without":
             self.note(head, name)
-        elif value in OFF:
+        elif value in OFF and (kind == "refused" or word == name):
             self.note("off", name)
         elif word != name and within(value, word):
             if "lora" in word.split("|"):
                 return self.set("techniques", self.recipe["techniques"], name)  # decide() has translated the value
             self.note(head if kind == "differs" else "fxtune does so, too", name)
         elif kind == "differs":
-            self.note(head, name)
-            self.differ(f"{self.own(name)}={_short(value)}: {head}")
+            self.differ(head, name)
         else:
             self.refuse(head, name)
 
@@ -204,8 +211,6 @@ def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{account.file}: a value is none that {tool.name} takes: {error}") from error
     if account.data:  # its rows are trained on, and a share of them is held out if the config evaluates
-        own = {*map(account.own, (*ROWS, *EVAL_ROWS))}
-        account.differences = [line for line in account.differences if line.split()[0].rstrip(":") not in own]
         evaluates = "data.eval_sources" in account.recipe or any(map(account.has, EVAL_ROWS))
         account.note("--data replaces it", *ROWS, *EVAL_ROWS)
         account.set("data.sources", [{"path": account.data}], "dataset")
@@ -214,7 +219,8 @@ def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
             account.set("data.eval_fraction", 0.05)
             account.differ("--data also replaces the rows to evaluate on: 5 % of the rows of --data are held out")
     if not account.recipe.keys() & {"data.eval_fraction", "data.eval_sources"}:
-        account.note("nothing is held out", *(["eval_steps"] if account.recipe.pop("train.eval_every", 0) else []))
+        account.recipe.pop("train.eval_every", None)
+        account.note("nothing is held out", "eval_steps", "evals_per_epoch", "eval_strategy")
     elif not account.get("load_best_model_at_end"):
         account.differ("the weights of the lowest held-out loss are exported (run.export=last: of the end)")
     return account

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from fxtune.migration import trainer_arguments as shared
-from fxtune.migration.account import UNSET, Account, Tool, listed, pairs, within
+from fxtune.migration.account import UNSET, Account, Entry, Fate, Tool, listed, pairs, within
 
 CHATS = r"chat_template(\.default|\.argilla_chat)?|sharegpt.*|messages|chatml\..+|llama3\..+|zephyr\.nectar|alpaca.*"
 """Types of datasets whose rows are chats; with `rl`, pairs of chats."""
 DEFAULTS = {"pretraining_dataset": {"type": "pretrain"}, "test_datasets": {"split": "test"}}  # of an entry of the key
 TEXTS = ("completion", "pretrain")
-PLACES = pairs("path split train_on_split=split name=subset revision")
+PLACES = pairs("path split train_on_split=split name=subset revision data_files=path")
 COLUMNS = pairs(
     "field_messages=messages field_chosen=chosen field_rejected=rejected field_tools=tools field=text "
     "field_system=system field_instruction=instruction field_input=input field_output=output field_prompt=prompt "
@@ -32,8 +32,7 @@ def decide(account: Account) -> None:
         account.set("objective", account.get("rl"), "rl")
     shared.trainer(account, str(account.get("adapter")).removeprefix("q"))
     if isinstance(account.get("tokens"), dict):  # an older form of special_tokens
-        account.note("the tokens of the tokenizer's files stay", "tokens")
-        account.differ(f"tokens={account.get('tokens')}: the tokens of the tokenizer's files stay")
+        account.differ("the tokens of the tokenizer's files stay", "tokens")
     shared.rows(account, "data.sources", "dataset", _source)
     shared.rows(account, "data.sources", "pretraining_dataset", _source)
     shared.rows(account, "data.eval_sources", "test_datasets", _source)
@@ -55,38 +54,49 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
     left = DEFAULTS.get(key, {}) | (entry if isinstance(entry, dict) else {"path": entry})
     kind, files = left.pop("type", None), listed(left.pop("data_files", None) or [])
     left |= kind if isinstance(kind, dict) else {}
-    left = {name: value for name, value in left.items() if value not in UNSET and name not in IGNORED}
-    left = {name: value for name, value in left.items() if name not in USUAL or not within(value, USUAL[name])}
-    source: dict[str, Any] = {"path": None, **{PLACES[name]: left.pop(name) for name in PLACES if name in left}}
     if len(files) > 1:
         raise ValueError("give each of data_files as an entry with its own path")
     if files and "://" not in str(files[0]):
-        source["path"] = files[0]
-    named = {left.pop(name): column for name, column in COLUMNS.items() if isinstance(left.get(name), str)}
+        left["data_files"] = files[0]
+    said = {name: (Fate.translated, f"{field}={left[name]}") for name, field in PLACES.items() if name in left}
+    only = Fate.differs, "only the ends of answers are learned"
+    said |= {name: only for name in USUAL if left.get(name) == "all"}
+    left = {name: value for name, value in left.items() if value not in UNSET and name not in IGNORED}
+    left = {name: value for name, value in left.items() if name not in USUAL or not within(value, USUAL[name])}
+    source: dict[str, Any] = {"path": None, **{PLACES[name]: left.pop(name) for name in PLACES if name in left}}
+    named = {name: left.pop(name) for name in COLUMNS if isinstance(left.get(name), str)}
     own = {"messages": "conversations"}  # fxtune reads this column without a new name
-    if columns := {name: column for name, column in named.items() if name not in (column, own.get(column))}:
+    moved = {name: old for name, old in named.items() if old not in (COLUMNS[name], own.get(COLUMNS[name]))}
+    if columns := {old: COLUMNS[name] for name, old in moved.items()}:
         source["columns"] = columns
+        said |= dict.fromkeys((*moved, "type"), (Fate.translated, f"columns={columns}"))
     mappings = left.pop("message_property_mappings", {})
     role = mappings.get("role", left.pop("message_field_role", "role"))
     text = mappings.get("content", left.pop("message_field_content", "content"))
     if role not in ("role", "from") or text not in ("content", "value"):
         raise ValueError(f"turns with {role} and {text}: rename them to role and content in the rows")
     if left.pop("chat_template", "tokenizer_default") != "tokenizer_default":
-        account.differ("datasets: a chat template for one dataset; fxtune has one for all (data.chat_template)")
+        said["chat_template"] = Fate.differs, "fxtune has one chat template for all datasets (data.chat_template)"
     if all(name in ROLES.get(role, "").split() for role, names in left.get("roles", {}).items() for name in names):
         left.pop("roles", None)
     if isinstance(kind, dict):
         prompt = str(left.pop("format", "{instruction}")).strip()
         if prompt not in ("{instruction}", "{instruction} {input}", "{instruction}\n{input}"):
-            account.differ(f"datasets: rows become chats of the tokenizer's template, without {prompt[:60]!r}")
+            said["type"] = Fate.differs, f"rows become chats of the tokenizer's template, without {prompt[:60]!r}"
     elif kind in TEXTS:
-        source["format"] = "text"
+        source["format"], said["type"] = "text", (Fate.translated, "format=text")
     elif kind is not None and "objective" not in account.recipe and not re.fullmatch(CHATS, str(kind)):
         raise ValueError(f"rows of type {kind}. Write chats: {{messages: [{{role, content}}]}}")
-    elif str(kind).startswith("alpaca"):
-        account.differ("datasets: alpaca rows become chats in the tokenizer's template, without `### Instruction:`")
+    elif str(kind).startswith(("alpaca", "chatml.", "llama3.", "zephyr.")):
+        said["type"] = Fate.differs, "rows become chats of the tokenizer's template, where this type has its own"
     if left:
         raise ValueError(f"not translated of {source['path']}: {', '.join(left)}")
+    top, number = account.own(key), listed(account.get(key)).index(entry)
+    for name, value in entry.items() if isinstance(entry, dict) and not account.data else ():
+        fate, text = said.get(name, (Fate.no_effect, "fxtune does the same, or decides it itself"))
+        account.entries[f"{top}.{number}.{name}"] = Entry(f"{top}.{number}.{name}", value, fate, text)
+        if fate is Fate.differs:
+            account.differ(f"{top}: {name}={str(value)[:40]}: {text}")
     return source
 
 

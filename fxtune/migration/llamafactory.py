@@ -32,7 +32,7 @@ def decide(account: Account) -> None:
         sources, shares = account.recipe.get("data.sources", []), listed(account.get("interleave_probs"))
         for entry, share in zip(sources, shares, strict=False):
             entry["weight"] = float(share)
-        account.differ("interleave_probs count rows, and the weights of sources supervised tokens")
+        account.differ("they count rows, and the weights of sources supervised tokens", "interleave_probs")
     account.set("data.on_long", {"pt": "split", "sft": "drop"}.get(stage, "truncate"))
     if stage == "sft":
         account.differ("documents longer than cutoff_len are left out, where LLaMA-Factory cuts them (data.on_long)")
@@ -42,9 +42,10 @@ def _source(account: Account, key: str, name: str) -> dict[str, Any]:
     """The entry `name` of dataset_info.json as an entry of data.sources. Raises ValueError if it cannot be read."""
     place = Path(str(account.get("dataset_dir", "data"))) / "dataset_info.json"
     places = [above / place for above in (Path(), account.file.parent, *account.file.resolve().parents)]
+    places.append(account.file.parent / place.name)
     file = next((file for file in places if file.is_file()), None)
     if file is None:
-        raise ValueError(f"{name}: {place} is not above {account.file}. Copy it to {place}, or give --data FILE")
+        raise ValueError(f"{name}: no {place} here, beside or above {account.file}. Copy it, or give --data FILE")
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))[name]
     except (ValueError, KeyError) as error:

@@ -69,7 +69,7 @@ def trainer(account: Account, kind: str) -> None:
         share = 0 if constant else steps if given else account.get("warmup_ratio")
         account.set("schedule.warmup_steps", share, "warmup_steps", "warmup_ratio")
     if account.recipe.get("objective") == "simpo" and float(account.get("cpo_alpha", 0)):
-        account.differ(f"cpo_alpha={account.get('cpo_alpha')}: the loss of the chosen answers is not added to SimPO's")
+        account.differ("the loss of the chosen answers is not added to SimPO's", "cpo_alpha")
     # The memory of activations.
     recompute, offload = "gradient_checkpointing", "activation_offloading"
     if account.get(recompute) in ("offload", "offload_disk", "legacy") or account.get(offload):

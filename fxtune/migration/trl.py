@@ -23,7 +23,7 @@ def decide(account: Account) -> None:
     source = {part: account.get(key) for part, key in parts.items() if account.has(key)}
     if (column := account.get("dataset_text_field", "text")) != "text":
         source["columns"] = {column: "text"}
-    account.set("data.sources", [source], *parts.values(), "dataset_text_field")
+    account.set("data.sources", [source] * account.has("dataset"), *parts.values(), "dataset_text_field")
     if account.get("eval_strategy", "no") not in OFF:
         account.set("data.eval_sources", [source | {"split": account.get("dataset_test_split")}], "dataset_test_split")
     account.set("data.on_long", "drop" if account.method == "sft" else "truncate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class Needs:
     head: str = "lm"
     """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for numbers of a
     document, `pool` for a vector of a document."""
+    pair_rate: ClassVar[float] = 5.0e-6
+    """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 
     @property
     def reads_groups(self) -> bool:

@@ -184,7 +184,7 @@ class Pipeline(Techniques):
             if facts.text.get("rope_parameters"):
                 yield (
                     f"techniques.rope.enabled: false, but data.sequence_length={beyond} that the model was trained "
-                    "on. Shorten the rows, or scale its RoPE."
+                    f"on. Set data.sequence_length={positions}, or scale its RoPE (techniques.rope)."
                 )
             else:
                 yield (

@@ -180,7 +180,7 @@ def value(config, path):
 def test_config_becomes_a_recipe_with_every_key_accounted_for(folder, tool):
     code, found = imported(folder, tool)
     assert code == 0
-    assert {entry["key"] for entry in found["keys"]} == {*CONFIGS[tool]}
+    assert {entry["key"].partition(".")[0] for entry in found["keys"]} == {*CONFIGS[tool]}
     assert found["tool"] == tool
     config = load([f"+recipe={tool}"])
     assert {path: value(config, path) for path in EXPECTED[tool]} == EXPECTED[tool]
@@ -220,13 +220,19 @@ def test_what_fxtune_cannot_do_is_refused_and_no_recipe_written_unless_it_is_lef
     ("tool", "key", "fate", "said"),
     [
         ("axolotl", "adapter", "translated", "techniques="),
-        ("axolotl", "saves_per_epoch", "no effect here", "checkpoint.every"),
+        ("axolotl", "saves_per_epoch", "differs", "checkpoint.every"),
+        ("axolotl", "evals_per_epoch", "differs", "train.eval_every"),
+        ("axolotl", "shuffle_merged_datasets", "no effect here", "shuffles"),
+        ("axolotl", "datasets.0.split", "translated", "split=train[:20%]"),
+        ("axolotl", "datasets.0.field_messages", "translated", "turns"),
+        ("axolotl", "datasets.0.type", "translated", "columns="),
+        ("trl", "use_peft", "translated", "techniques="),
         ("axolotl", "special_tokens", "no effect here", "tokenizer"),
         ("llamafactory", "finetuning_type", "translated", "techniques="),
     ],
 )
 def test_the_account_of_a_key_names_what_decides_it(folder, tool, key, fate, said):
-    _, found = imported(folder, tool, **({} if key in CONFIGS[tool] else {key: 1}))
+    _, found = imported(folder, tool, **({} if key.partition(".")[0] in CONFIGS[tool] else {key: True}))
     (entry,) = (entry for entry in found["keys"] if entry["key"] == key)
     assert entry["fate"] == fate
     assert said in entry["text"]
@@ -250,6 +256,14 @@ def test_a_file_that_is_no_config_is_one_message(folder, capsys, text):
     ("tool", "changes", "word"),
     [
         ("axolotl", {"special_tokens": {"eos_token": "<end>"}}, "eos_token"),
+        ("axolotl", {"evals_per_epoch": 4}, "train.eval_every"),
+        ("axolotl", {"eval_steps": 0.25}, "train.eval_every"),
+        ("axolotl", {"save_steps": 0.25}, "checkpoint.every"),
+        ("axolotl", {"shuffle_merged_datasets": False}, "shuffles"),
+        ("axolotl", {"datasets": [{"path": "rows.jsonl", "train_on_eos": "all"}]}, "train_on_eos"),
+        ("axolotl", {"datasets": [{"path": "rows.jsonl", "type": "alpaca"}]}, "alpaca"),
+        ("axolotl", {"rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}, "chatml.intel"),
+        ("swift", {"dataset_shuffle": False}, "shuffles"),
         ("llamafactory", {"image_max_pixels": 262144}, "image_max_pixels"),
         ("trl", {"loss_type": "nll"}, "all tokens"),
     ],
@@ -380,6 +394,58 @@ def test_patience_that_counts_evaluations_of_an_epoch_is_a_difference(folder, to
     _, found = imported(folder, tool, **changes)
     assert found["recipe"]["train.stop.patience"] == 3
     assert any("train.eval_every" in line for line in found["differences"])
+
+
+def test_what_evaluates_has_no_effect_if_nothing_is_held_out(folder):
+    _, found = imported(folder, "axolotl", val_set_size=0, evals_per_epoch=4)
+    assert {entry["key"]: entry["fate"] for entry in found["keys"]}["evals_per_epoch"] == "no effect here"
+    assert not any("evals_per_epoch" in line for line in found["differences"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "option"),
+    [
+        ("axolotl", "base_model", ["--model", "org/base"]),
+        ("axolotl", "datasets", ["--data", "rows.jsonl"]),
+        ("llamafactory", "dataset", ["--data", "rows.jsonl"]),
+        ("trl", "dataset_name", ["--data", "rows.jsonl"]),
+        ("swift", "model", ["--model", "org/base"]),
+        ("openai", "training_file", ["--data", "rows.jsonl"]),
+    ],
+)
+def test_a_recipe_lacks_neither_a_model_nor_rows(folder, tool, key, option, capsys):
+    file = folder / f"{tool}.yaml"
+    file.write_text(yaml.safe_dump(CONFIGS[tool]))
+    words = ["import", str(file), *OPTIONS.get(tool, []), "--without", key]
+    assert main(words) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert option[0] in last
+    assert "--without" not in last
+    assert not (folder / f"recipes/{tool}.yaml").exists()
+    assert main([*words, *option]) == 0
+    load([f"+recipe={tool}"])
+
+
+def test_dataset_info_lies_beside_the_config(folder):
+    (folder / "data/dataset_info.json").rename(folder / "dataset_info.json")
+    assert imported(folder, "llamafactory")[0] == 0
+    assert load(["+recipe=llamafactory"]).data.sources[0].path == str(folder / "pairs.json")
+
+
+def test_a_job_of_preferences_is_a_recipe_whose_plan_is_not_refused(folder, capsys):
+    rows = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(16)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = {"dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 4}}}
+    job = {"model": "gpt", "training_file": "file-abc123", "method": {"type": "dpo", **options}}
+    (folder / "job.json").write_text(json.dumps(job))
+    assert main(["import", "job.json", "--model", "builtin:tiny"]) == 2
+    assert "--data FILE" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["import", "job.json", "--model", "builtin:tiny", "--data", "rows.jsonl"]) == 0
+    config = load(["+recipe=job"])
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (2, 8)
+    assert main(["plan", "+recipe=job", "--gpu", "H100"]) == 2  # the rows are longer than the model's positions
+    assert "data.sequence_length=512" in capsys.readouterr().err
+    assert main(["plan", "+recipe=job", "data.sequence_length=512", "--gpu", "H100"]) == 0
 
 
 def test_an_odd_value_is_one_message(folder, capsys):

@@ -106,6 +106,7 @@ def test_check_asks_for_a_missing_technique():
         "techniques.lora.enabled",
         "techniques.rope.enabled",
         "beyond the 64 positions",
+        "data.sequence_length=64",
     ):
         assert part in str(caught.value)
     pipeline.check(facts_of(random_model("llama"), packing=False))

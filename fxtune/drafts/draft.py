@@ -162,7 +162,7 @@ def _data(found: Draft, name: str, rows: Rows, table: TokenTable, model: ModelCo
         number = f"{'about ' * (scale > 1)}{counted(round(int(chosen.sum()) * scale), 'rows are held out')}"
         if "data.eval_fraction" in found.keys or 0 < chosen.sum() < len(chosen):
             found.set("data.eval_fraction", share, f"{number} by their content, to evaluate on")
-    if rows.are_chats and rows.count >= 5 * QUESTIONS:
+    if rows.are_chats and len(times) >= 5 * QUESTIONS:  # rows that are equal to a question are not trained on
         file = str(_questions(name))
         found.set("data.questions.path", file, f"at most {QUESTIONS} of your rows, asked before and after training")
     if rows.held_out or found.keys.get("data.questions.path"):

@@ -282,12 +282,12 @@ def test_a_micro_batch_has_whole_groups(kind):
     assert main(["train", "+recipe=few", *ONE_STEP]) == 0
 
 
-def test_equal_rows_are_counted_and_not_held_out(capfd):
+def test_equal_rows_are_counted_and_neither_held_out_nor_asked(capfd):
     """Equal rows are on one side of a hold-out, so there would be nothing to evaluate on, or nothing to train on."""
-    jsonl("same.jsonl", [{"messages": turns(*ASKED[0])}] * 60)
+    jsonl("same.jsonl", [{"messages": turns(*ASKED[0])}] * 120)
     assert main(["new", "same", "--data", "same.jsonl", "--json", "out.json"]) == 0
-    assert "60 of 60 rows are equal" in capfd.readouterr().out
-    assert "60 of 60 rows are equal" in Path("recipes/same.yaml").read_text()
+    assert "120 of 120 rows are equal" in capfd.readouterr().out
+    assert "120 of 120 rows are equal" in Path("recipes/same.yaml").read_text()
     assert load(["+recipe=same"]).data.eval_fraction == 0
     assert main(["train", "+recipe=same", *ONE_STEP]) == 0
 

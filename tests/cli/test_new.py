@@ -184,7 +184,8 @@ def test_keys_of_the_command_are_used_for_reading_and_stand_in_the_recipe(capfd)
 
 
 def test_rows_with_faults_are_quarantined_if_the_command_says_so_and_are_not_asked(capfd):
-    jsonl("faults.jsonl", [{"question": q, "answer": 5 if n % 4 else a} for n, (q, a) in enumerate([*ASKED, *ASKED])])
+    rows = [{"question": f"{n}. {q}", "answer": 5 if n % 4 else a} for n, (q, a) in enumerate(ASKED * 4)]
+    jsonl("faults.jsonl", rows)
     assert main(["new", "faults", "--data", "faults.jsonl"]) == 3
     assert "`answer`" in capfd.readouterr().err, "the column by its name in the file"
     assert main(["new", "faults", "--data", "faults.jsonl", "data.on_bad_row=quarantine"]) == 0
@@ -203,7 +204,7 @@ def test_what_no_recipe_of_new_can_have_is_refused(key, capfd):
 
 
 def test_a_chosen_objective_reads_the_rows_in_its_format():
-    FILES["labels.csv"]("labels.csv")
+    table("labels.csv", ["text", "label"], [(q, ("even", "odd")[n % 2]) for n, (q, _) in enumerate(ASKED)])
     assert main(["new", "mine", "--data", "labels.csv", "objective=classification"]) == 0
     config = load(["+recipe=mine"])
     assert (config.objective.name, config.data.sources[0].format) == ("classification", "labelled")

@@ -25,6 +25,7 @@ from fxtune.drafts.rows import read_rows
 from fxtune.errors import ConfigError
 from fxtune.estimate.machines import card_name, machine
 from fxtune.system.terminal.console import say
+from fxtune.system.terminal.units import counted
 
 HOST_GIB = 128.0
 
@@ -50,11 +51,13 @@ def run(
     source = {"path": data, "columns": {old: new for old, _, new in pairs}}
     found, config = draft.given(source, model, overrides)
     rows = read_rows(config, found.keys.get("objective", ""))
-    say(f"{data}: {rows.count:,} rows of {rows.format.name}{', with images' if rows.has_images else ''}")
+    of = f"rows of {rows.format.name}{', with images' if rows.has_images else ''}"
+    say(f"{data}: {counted(rows.count, of)}")
     card = machine(card_name(gpu), HOST_GIB) if gpu else World.create(Device.auto).facts()
     rows, table = draft.draft(found, name, rows, config.model, card)
     if rows.source.columns:
         say(f"The recipe has {found.reasons['data.sources']}.")
+    say(*(f"{data}: {note}." for note in found.notes))
     options = {"data": data, "model": model, "gpu": gpu, "columns": columns}
     given = [word for key, value in options.items() if value for word in (f"--{key}", value)]
     draft.write(found, name, rows, table, shlex.join(["fxtune", "new", name, *given, *overrides]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from fxtune.config import compose, discovery
 from fxtune.config.needs import NEEDS
 from fxtune.config.overrides import ChoiceKind, unquoted
 from fxtune.config.root import Config
-from fxtune.data.batches.packing import packing_pattern
+from fxtune.data.batches.epochs import EpochStream, StreamSettings
 from fxtune.data.batches.segments import Side, is_on_side
-from fxtune.data.batches.shared_prompts import shared_tokens
-from fxtune.data.config import SourceConfig
+from fxtune.data.config import AUTO, Dedup, SourceConfig
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.drafts import recipe
@@ -30,7 +29,7 @@ from fxtune.models.shipped import shipped_configs
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.system.machine.facts import MachineFacts, installed_packages
 from fxtune.system.machine.packages import PACKAGES
-from fxtune.system.terminal.units import GIB
+from fxtune.system.terminal.units import GIB, counted
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
 EPOCHS = ((1_000, 3), (10_000, 2))
@@ -72,6 +71,8 @@ class Draft:
 
     keys: dict[str, Any]
     reasons: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of the rows, for the screen."""
 
     def set(self, key: str, value: Any, why: str = "") -> None:
         self.keys.setdefault(key, value)
@@ -110,28 +111,56 @@ def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: Machine
     # A group has a row, and is packed whole. Answers may have a row each.
     lengths = np.diff(table.offsets if rows.format.answers else table.by_group.offsets)
     found.set("data.sequence_length", *_length(lengths, chosen, rows.format.noun))
-    _data(found, name, rows, table)
-    _training(found, rows, table, chosen)
-    _fit(found, chosen, card, model.path is None)
+    if rows.format.answers:
+        found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
+    elif rows.format.is_group and lengths.max() > found.keys["data.sequence_length"]:
+        found.set("data.on_long", "drop", "a group is never cut")
+    _data(found, name, rows, table, chosen)
+    _fit(found, chosen, card, model.path is None, _training(found, rows, table, chosen))
     return rows, table
 
 
-def _data(found: Draft, name: str, rows: Rows, table: TokenTable) -> None:
+def _stream(found: Draft, rows: Rows, model: ModelConfig) -> EpochStream:
+    """The rows of an epoch of the run, from the first MOST_ROWS rows of the file, without documents that are asked."""
+    config = _config({key: value for key, value in found.keys.items() if key.split(".")[0] in ("data", "objective")})
+    data = config.objective.data_config(config.data)
+    if data.share_prompts == AUTO:
+        data = replace(data, share_prompts=bool(rows.format.answers))
+    (share,) = data.held_out_shares
+    side, distinct = Side.train if share else Side.all, data.dedup is not Dedup.off or None
+    common = (data.sequence_length, data.packs, data.on_long, share, side, None, 0)
+    settings = StreamSettings(*common, distinct=distinct, share_prompts=data.shares_prompts or None)
+    return EpochStream(config.objective.accept([rows.tokenized(model, data)], [], data)[0], settings)
+
+
+def _data(found: Draft, name: str, rows: Rows, table: TokenTable, model: ModelConfig) -> None:
     plain = json.loads(json.dumps(asdict(rows.source)))
     source = {key: value for key, value in plain.items() if value != asdict(SourceConfig())[key]}
     named = "".join(f", `{old}` is read as {new}" for old, new in rows.source.columns.items())
-    found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}{named}")
-    if rows.format.answers:
-        found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
+    times = np.unique(table.by_row.digests, return_counts=True)[1]
+    if equal := int(times[times > 1].sum()):
+        found.notes.append(f"{equal:,} of {len(table.by_row):,} rows are equal to another row")
+        named += f"; {found.notes[-1]}"
+    found.set("data.sources", [source], f"{counted(rows.count, f'rows of {rows.format.name}')}{named}")
+    stream = _stream(found, rows, model)
+    counts, used = stream.counts[0], stream.tables[0].by_group
+    fates = ((counts.dropped, "not trained"), (counts.truncated, "cut"))
+    if fate := " and ".join(counted(count, f"{rows.format.noun} are {fate}") for count, fate in fates if count):
+        lost = counts.lost_tokens / max(len(table.ids), 1)
+        found.notes.append(f"{fate}, {lost:.1%} of the tokens: data.sequence_length and data.on_long decide this")
+        found.reasons["data.sequence_length"] += f"; {found.notes[-1]}"
     if rows.held_out:
         held = source | {"split": rows.held_out, "limit": HELD_OUT}
         found.set("data.eval_sources", [held], f"the first rows of the folder's split {rows.held_out}, to evaluate on")
     elif rows.count >= 50 and "data.eval_sources" not in found.keys:
         share = found.keys.get("data.eval_fraction", round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3))
-        chosen, seen = is_on_side(Side.held_out, table.by_row.held_out_by, share), min(rows.count, MOST_ROWS)
-        number = f"{'about ' * (rows.count > seen)}{round(int(chosen.sum()) * rows.count / seen):,}"
-        found.set("data.eval_fraction", share, f"{number} rows are held out by their content, to evaluate on")
-    if rows.are_chats and rows.count >= 5 * QUESTIONS:
+        hashes = used.held_out_by[np.unique(stream.segments.group)]
+        chosen = is_on_side(Side.held_out, np.unique(hashes) if used.split.pieces else hashes, share)
+        scale = max(1.0, rows.count / MOST_ROWS)
+        number = f"{'about ' * (scale > 1)}{counted(round(int(chosen.sum()) * scale), 'rows are held out')}"
+        if "data.eval_fraction" in found.keys or 0 < chosen.sum() < len(chosen):
+            found.set("data.eval_fraction", share, f"{number} by their content, to evaluate on")
+    if rows.are_chats and len(times) >= 5 * QUESTIONS:  # rows that are equal to a question are not trained on
         file = str(_questions(name))
         found.set("data.questions.path", file, f"at most {QUESTIONS} of your rows, asked before and after training")
     if rows.held_out or found.keys.get("data.questions.path"):
@@ -148,37 +177,28 @@ def _length(lengths: np.ndarray, model: ModelConfig, noun: str) -> tuple[int, st
     return length, f"99 % of the {noun} have at most {most:,} tokens; {longer:.1%} are longer"
 
 
-def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -> None:
+def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -> int:
+    """Set epochs, batch and learning rate. Returns the number of rows that a micro-batch must be a multiple of."""
     epochs = next((epochs for below, epochs in EPOCHS if rows.count < below), 1)
-    tokens, answers = float(np.diff(table.by_group.offsets).mean()), len(rows.format.answers) or 1
-    found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(tokens * rows.count):,} tokens")
+    stream, scale, answers = _stream(found, rows, model), max(1.0, rows.count / MOST_ROWS), len(rows.format.answers)
+    tokens = counted(int(stream.segments.length.sum() * scale), "tokens")
+    found.set("train.epochs", epochs, f"{counted(rows.count, 'rows')}, {tokens} in an epoch")
     epochs = found.keys["train.epochs"] or 1
-    lengths, capacity = np.diff(table.by_group.offsets), found.keys["data.sequence_length"]
-    if answers > 1:  # a packed row has the prompt of a pair once (data.share_prompts)
-        lengths = lengths - np.add.reduceat(shared_tokens(table), table.groups[:-1])
-    full, rest = np.divmod(lengths, capacity)
-    pieces = full + (rest > 0)
-    packed = max(1.0, pieces.sum() / (full.sum() + len(packing_pattern(rest[rest > 0], capacity)[1]) - 1))
-    count = rows.count * (1 - float(found.keys.get("data.eval_fraction") or 0))
-    if len(table.by_group) == len(table) and not rows.format.answers:  # longer documents are split
-        count *= float(pieces.mean())
+    if found.keys.get("data.questions.path") and not rows.held_out:
+        scale *= max(0.0, 1 - QUESTIONS / rows.count)
     # Without packing a micro-batch is a multiple of a group's documents, and groups differ in size.
-    if len(table.by_group) * answers == len(table) and epochs * count < STEPS * packed:
+    if len(table.by_group) * (answers or 1) == len(table) and epochs * len(stream.epoch(0)) * scale < STEPS:
         found.set("data.packing", False, f"a document a row: packed rows would give fewer than {STEPS} steps")
-    if found.keys.get("data.packing") is False:  # each document of a group has a row
-        packed = len(table.by_group) / len(table)
-    documents = 32
-    least = LEAST_QUERIES if rows.format.is_compared else answers
+        stream = _stream(found, rows, model)
+    count, packed = len(stream.segments) * scale, len(stream.segments) / len(stream.epoch(0))
+    documents, least = 32, LEAST_QUERIES if rows.format.is_compared else 2 if answers else 1
     while documents > least and epochs * count / documents < STEPS:
         documents //= 2
     rounded = np.ceil if rows.format.is_compared else np.floor
-    batch = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
-    steps = int(epochs * count / packed / batch)
-    found.set(
-        "train.global_batch_size",
-        batch,
-        f"rows of a step: about {batch * packed:.0f} {rows.format.noun}, {steps:,} steps",
-    )
+    groups = 1 << int(rounded(np.log2(max(1.0, documents / packed))))
+    held, steps = counted(round(groups * packed), rows.format.noun), int(epochs * count / packed / groups)
+    about = f"rows of a step: about {held}, {counted(steps, 'steps')}"
+    found.set("train.global_batch_size", groups * stream.rows_of_group, about)
     objective: Any = OBJECTIVES[rows.objective]
     if not objective.needs.reads_groups:
         found.set("optimizer.lr", "auto", "from the size of the model and the adapters (docs/learning_rate.md)")
@@ -187,6 +207,7 @@ def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -
     else:
         rate = TINY_HEAD_RATE if (model.path or "").startswith("builtin:") else HEAD_RATE
         found.set("optimizer.lr", rate, "of LoRA with such a head; try others (fxtune sweep)")
+    return stream.rows_of_group
 
 
 def _model(rows: Rows, card: MachineFacts) -> str:
@@ -201,15 +222,17 @@ def _model(rows: Rows, card: MachineFacts) -> str:
     raise ConfigError(f"No model of `fxtune new` fits {card.device_name}. Name one: --model ID.")
 
 
-def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -> None:
-    """Set the techniques and the largest micro-batch that fits. `proposed`: the user has named no model."""
+def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool, least: int) -> None:
+    """Set the techniques and the largest micro-batch that fits, a multiple of `least` rows. `proposed`: the user has
+    named no model."""
     if card.device == "cpu":
         found.set("model.path", model.path, "ships with fxtune; with a card, --gpu NAME" if proposed else "")
         found.set("techniques", ["lora"], "adapters; without a GPU the fast bundle has nothing to act on")
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
     found.set("model.path", model.path, f"the largest proposed model that fits, of {MODELS_DATE}" if proposed else "")
-    sizes = [1 << power for power in range(7) if found.keys["train.global_batch_size"] % (1 << power) == 0]
+    batch = found.keys["train.global_batch_size"]
+    sizes = [least << power for power in range(7) if batch % (least << power) == 0] or [batch]
     for bundle in [found.keys["techniques"]] if "techniques" in found.keys else BUNDLES:
         best: tuple[Any, RunForecast] | None = None
         for micro in [found.keys["train.micro_batch_size"]] if "train.micro_batch_size" in found.keys else sizes:

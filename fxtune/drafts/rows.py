@@ -10,6 +10,7 @@ from typing import Any
 
 from fxtune.config.root import Config
 from fxtune.data.config import AUTO, DataConfig, SourceConfig
+from fxtune.data.formats.chat_format import LIST_KEYS
 from fxtune.data.formats.image_parts import columns_of, images_of
 from fxtune.data.formats.labelled import LABELS as NUMBERED
 from fxtune.data.formats.labelled import NUMBER
@@ -77,11 +78,12 @@ class Rows:
         config = replace(self.source, columns=columns)
         return replace(self, source=config, format=open_source(config).format())
 
-    def tokenized(self, model: ModelConfig) -> TokenTable:
-        """The documents of the first MOST_ROWS rows. Raises ConfigError if the model does not read the rows' images,
-        DataError for a bad row, and the errors of load_tokenizer()."""
+    def tokenized(self, model: ModelConfig, data: DataConfig | None = None) -> TokenTable:
+        """The documents of the first MOST_ROWS rows. `data`: the settings that cut them; None: they are whole. Raises
+        ConfigError if the model does not read the rows' images, DataError for a bad row, and the errors of
+        load_tokenizer()."""
         tokenizer = load_tokenizer(model)
-        data = replace(self.data, sources=[self.source], sequence_length=NO_LIMIT)
+        data = data or replace(self.data, sources=[self.source], sequence_length=NO_LIMIT)
         images = image_processor(model, data, tokenizer) if self.has_images else None
         if self.has_images and images is None:
             raise ConfigError(f"{model.path} reads no images, and the rows have images. Name another one by --model.")
@@ -117,6 +119,8 @@ def read_rows(given: Config, objective: str) -> Rows:
     try:
         format = source.format()
     except DataError as error:
+        if not known and any(head[0].get(name) for name in LIST_KEYS):  # the column is there, with a wrong value
+            raise
         how = "Say which columns are the question and the answer: --columns COLUMN=instruction,OTHER=output"
         raise DataError(f"{error}\n{how}") from error
     own = OBJECTIVES.get(format.name) or {0: "causal_lm", 1: "kto"}.get(len(format.answers), "dpo")

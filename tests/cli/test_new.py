@@ -130,6 +130,13 @@ def test_columns_with_other_names_are_named(place, capfd):
     assert load(["+recipe=odd"]).data.sources[0].columns == {"Frage hier": "instruction", "Antwort": "output"}
 
 
+def steps_of(name):
+    """(the steps that the recipe says, the steps of the run)"""
+    (said,) = re.findall(r", ([\d,]+) steps$", Path(f"recipes/{name}.yaml").read_text(), re.MULTILINE)
+    assert main(["preview", f"+recipe={name}", "--json", "out.json"]) in (0, None)
+    return int(said.replace(",", "")), json.loads(Path("out.json").read_text())["summary"]["steps"]
+
+
 @pytest.mark.parametrize(("columns", "code", "seen"), [("Frage", 2, "COLUMN=NAME"), (None, 3, "no such file")])
 def test_columns_are_asked_for_only_where_they_help(place, capfd, columns, code, seen):
     table("odd.csv", ["Frage", "Antwort"])
@@ -177,7 +184,8 @@ def test_keys_of_the_command_are_used_for_reading_and_stand_in_the_recipe(capfd)
 
 
 def test_rows_with_faults_are_quarantined_if_the_command_says_so_and_are_not_asked(capfd):
-    jsonl("faults.jsonl", [{"question": q, "answer": 5 if n % 4 else a} for n, (q, a) in enumerate([*ASKED, *ASKED])])
+    rows = [{"question": f"{n}. {q}", "answer": 5 if n % 4 else a} for n, (q, a) in enumerate(ASKED * 4)]
+    jsonl("faults.jsonl", rows)
     assert main(["new", "faults", "--data", "faults.jsonl"]) == 3
     assert "`answer`" in capfd.readouterr().err, "the column by its name in the file"
     assert main(["new", "faults", "--data", "faults.jsonl", "data.on_bad_row=quarantine"]) == 0
@@ -196,7 +204,7 @@ def test_what_no_recipe_of_new_can_have_is_refused(key, capfd):
 
 
 def test_a_chosen_objective_reads_the_rows_in_its_format():
-    FILES["labels.csv"]("labels.csv")
+    table("labels.csv", ["text", "label"], [(q, ("even", "odd")[n % 2]) for n, (q, _) in enumerate(ASKED)])
     assert main(["new", "mine", "--data", "labels.csv", "objective=classification"]) == 0
     config = load(["+recipe=mine"])
     assert (config.objective.name, config.data.sources[0].format) == ("classification", "labelled")
@@ -216,26 +224,94 @@ def test_the_steps_of_pairs_are_near_the_steps_of_the_run(packing, capfd):
     """The run has the prompt of a packed pair once, and each answer of an unpacked pair in a row."""
     FILES["pairs.jsonl"]("pairs.jsonl")
     assert main(["new", "mine", "--data", "pairs.jsonl", f"data.packing={packing}"]) == 0
-    (said,) = re.findall(r"([\d,]+) steps$", Path("recipes/mine.yaml").read_text(), re.MULTILINE)
-    assert main(["preview", "+recipe=mine", "--json", "out.json"]) in (0, None)
-    steps = json.loads(Path("out.json").read_text())["summary"]["steps"]
-    assert abs(int(said.replace(",", "")) - steps) <= 0.1 * steps
+    said, steps = steps_of("mine")
+    assert abs(said - steps) <= 0.1 * steps
 
 
 def test_the_steps_of_texts_that_are_longer_than_a_row_are_near_the_steps_of_the_run():
     jsonl("long.jsonl", [{"text": " ".join(question for question, _ in ASKED) * 6}] * 3)
     assert main(["new", "mine", "--data", "long.jsonl"]) == 0
-    (said,) = re.findall(r"([\d,]+) steps$", Path("recipes/mine.yaml").read_text(), re.MULTILINE)
-    assert main(["preview", "+recipe=mine", "--json", "out.json"]) in (0, None)
-    steps = json.loads(Path("out.json").read_text())["summary"]["steps"]
+    said, steps = steps_of("mine")
     assert steps > 10
-    assert abs(int(said.replace(",", "")) - steps) <= 0.1 * steps
+    assert abs(said - steps) <= 0.1 * steps
 
 
-def test_few_pairs_have_both_answers_in_a_micro_batch():
-    jsonl("few.jsonl", [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in ASKED[:12]])
-    assert main(["new", "few", "--data", "few.jsonl"]) == 0
+def test_the_steps_of_asked_chats_are_near_the_steps_of_the_run():
+    drafted("chats.jsonl")
+    said, steps = steps_of("chats_jsonl")
+    assert abs(said - steps) <= 0.1 * steps
+
+
+def test_the_suggested_columns_are_columns_of_the_file(capfd):
+    table("odd.csv", ["Frage", "Antwort"])
+    assert main(["new", "odd", "--data", "odd.csv", "--columns", "Frage=question,Antwort=reply"]) == 3
+    (said,) = re.findall(r"`columns: \{(.*?)\}`", capfd.readouterr().err)
+    assert main(["new", "odd", "--data", "odd.csv", "--columns", said.replace(": ", "=").replace(", ", ",")]) == 0
+
+
+@pytest.mark.parametrize("value", ["hello there", 5, {"role": "user"}])
+def test_messages_that_are_no_list_are_named_with_their_value(value, capfd):
+    jsonl("bad.jsonl", [{"messages": value}] * 3)
+    assert main(["new", "bad", "--data", "bad.jsonl"]) == 3
+    told = capfd.readouterr().err
+    assert "`messages`" in told
+    assert "list of turns" in told
+    assert repr(value) in told
+    assert "--columns" not in told
+
+
+def test_one_row_is_one_row(capfd):
+    jsonl("one.jsonl", [{"messages": turns(*ASKED[0])}])
+    assert main(["new", "one", "--data", "one.jsonl"]) == 0
+    for text in (capfd.readouterr().out, Path("recipes/one.yaml").read_text()):
+        assert "1 row of messages" in text
+        assert not re.search(r"\b1 (rows|documents|steps)\b", text)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "judged", "triplets"])
+def test_a_micro_batch_has_whole_groups(kind):
+    """Without packing a pair has two rows, a judged answer a second one for its mismatched twin, a triplet three."""
+    made = {
+        "pairs": lambda n, q, a: {"prompt": q, "chosen": a, "rejected": "No."},
+        "judged": lambda n, q, a: {"prompt": q, "completion": a, "label": n % 3 == 0},
+        "triplets": lambda n, q, a: {"anchor": q, "positive": a, "negative": "No."},
+    }
+    jsonl("few.jsonl", [made[kind](n, q, a) for n, (q, a) in enumerate(ASKED[:12])])
+    keys = ["data.packing=false"] if kind == "triplets" else []
+    assert main(["new", "few", "--data", "few.jsonl", *keys]) == 0
+    assert load(["+recipe=few"]).data.packing is False
     assert main(["train", "+recipe=few", *ONE_STEP]) == 0
+
+
+def test_equal_rows_are_counted_and_neither_held_out_nor_asked(capfd):
+    """Equal rows are on one side of a hold-out, so there would be nothing to evaluate on, or nothing to train on."""
+    jsonl("same.jsonl", [{"messages": turns(*ASKED[0])}] * 120)
+    assert main(["new", "same", "--data", "same.jsonl", "--json", "out.json"]) == 0
+    assert "120 of 120 rows are equal" in capfd.readouterr().out
+    assert "120 of 120 rows are equal" in Path("recipes/same.yaml").read_text()
+    assert load(["+recipe=same"]).data.eval_fraction == 0
+    assert main(["train", "+recipe=same", *ONE_STEP]) == 0
+
+
+def test_documents_that_the_run_leaves_out_make_no_steps(capfd):
+    long = [{"messages": turns(f"{n} " * 3000, "Yes.")} for n in range(10)]
+    jsonl("huge.jsonl", [*long, *({"messages": turns(*pair)} for pair in ASKED[:40])])
+    assert main(["new", "huge", "--data", "huge.jsonl"]) == 0
+    told, written = capfd.readouterr().out, Path("recipes/huge.yaml").read_text()
+    for text in (told, written):
+        (line,) = (line for line in text.splitlines() if "10 documents" in line)
+        assert re.search(r"9\d\.\d% of the tokens", line)
+        assert "data.on_long" in line
+    said, steps = steps_of("huge")
+    assert steps >= 50
+    assert abs(said - steps) <= 0.1 * steps
+
+
+def test_a_few_long_groups_are_left_out_and_the_rest_trains():
+    rows = [{"anchor": q, "positive": a} for q, a in ASKED]
+    jsonl("long.jsonl", [*rows, {"anchor": "Why?", "positive": "Because. " * 3000}])
+    assert main(["new", "long", "--data", "long.jsonl"]) == 0
+    assert main(["train", "+recipe=long", *ONE_STEP]) == 0
 
 
 def test_the_recipe_says_how_many_rows_the_run_holds_out(capfd):

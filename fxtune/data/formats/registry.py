@@ -12,7 +12,7 @@ from typing import Any
 from fxtune.data.formats import preferences, shapes
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.candidates import CandidatesFormat
-from fxtune.data.formats.chat_format import is_chat
+from fxtune.data.formats.chat_format import LIST_KEYS, is_chat
 from fxtune.data.formats.embedding import EmbeddingFormat
 from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.kto import KTOFormat
@@ -24,7 +24,7 @@ from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.text import TextFormat
 from fxtune.data.formats.tokens import TokensFormat
-from fxtune.data.formats.values import RowError, type_name
+from fxtune.data.formats.values import RowError, short, type_name
 from fxtune.errors import DataError, nearest
 from fxtune.plugins import ROW_FORMATS
 
@@ -66,18 +66,27 @@ SYNONYMS = {
 }
 
 
-def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The most frequent format of `rows`. If no row has one, raises DataError, which suggests columns to rename."""
+def detect_format(rows: list[dict[str, Any]], source: str, renamed: Mapping[str, str] = {}) -> RowFormat:
+    """The most frequent format of `rows`. If no row has one, raises DataError, which suggests columns to rename.
+    `renamed`: the source's `columns`, which `rows` have under their new names."""
     found = Counter(format.name for format in map(row_format, rows) if format is not None)
     if found:
         return FORMATS[found.most_common(1)[0][0]]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     rename = suggested_columns(rows, columns)
-    pairs = ", ".join(f"{old}: {new}" for old, new in rename.items())
+    for name in () if rename else LIST_KEYS:
+        if (value := next((row[name] for row in rows if row.get(name) is not None), None)) is not None:
+            raise DataError(
+                f"{source}: `{name}` is {type_name(value)} ({short(value)}), and must be a list of turns: "
+                "[{role: user, content: ...}, {role: assistant, content: ...}]."
+            )
+    in_file = {name: name for name in columns} | {new: old for old, new in renamed.items()}
+    pairs = ", ".join(f"{in_file.get(old, old)}: {new}" for old, new in rename.items())
     hint = f"Perhaps this source needs `columns: {{{pairs}}}`. " if rename else ""
     known = "; ".join(f"{format.name}: {', '.join(format.columns)}" for format in FORMATS.values())
     raise DataError(
-        f"{source}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
+        f"{source}: the rows have no format that fxtune knows. "
+        f"Their columns: {', '.join(in_file[name] for name in columns) or 'none'}. "
         f"{hint}Known formats and the columns they need: {known}."
     )
 

@@ -152,7 +152,8 @@ class Source:
             if reason := preference_columns(row, own.known_columns if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
         # If all rows are bad, any format will do: the first bad row becomes the error.
-        return self._of_all_files(given or (detect_format(head, self.name) if head else FORMATS["text"]))
+        found = detect_format(head, self.name, self.config.columns) if head and not given else FORMATS["text"]
+        return self._of_all_files(given or found)
 
     def _of_all_files(self, form: RowFormat) -> RowFormat:
         """`form`. Raises DataError if `form` reads rows of a file, and none of the first rows of another file. Of many

@@ -37,6 +37,8 @@ LONG = 2**20
 @pytest.fixture
 def cards(monkeypatch):
     """A machine with eight cards, whose facts no process may look for."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  its import looks for a real card
+
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(ranks, "ranks_here", lambda gpus, cpu: [int(gpus)] if gpus != "auto" else [8, 6, 4, 3, 2, 1])
     monkeypatch.setattr(ranks, "_facts_of_another_process", lambda config: pytest.fail("the forecast decides nothing"))

@@ -264,8 +264,9 @@ def _is_longer(before: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether `config` is `before` with more steps or epochs; null is no limit."""
     if before == config or not _differ_in_length(before, config):
         return False
-    (less, more) = ([each.get("train", {}).get(key) or math.inf for key in LENGTH] for each in (before, config))
-    return less != more and all(map(operator.le, less, more))
+    less, more = ([(each.get("train") or {}).get(key) or math.inf for key in LENGTH] for each in (before, config))
+    numbers = all(isinstance(value, (int, float)) for value in less)  # an old file may hold anything
+    return numbers and less != more and all(map(operator.le, less, more))
 
 
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: Completed) -> RunFolder:
@@ -281,7 +282,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             continue
         if before is None:
             if any((path / CHECKPOINTS).glob("step-*")):
-                unlike = unlike or [f"{path} has checkpoints and no config.yaml, which says what run they are of."]
+                unlike = unlike or [f"{path} has checkpoints, but its config.yaml is missing."]
             continue
         changed = differences(completed(before), config)
         if (path / RESULT).exists():

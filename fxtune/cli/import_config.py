@@ -62,7 +62,7 @@ def run(
         account.set("model.path", model, "model_name_or_path")
     missing = {account.own(name): option for key, (name, option) in NEEDED.items() if not account.recipe.get(key)}
     known = [entry.key for entry in account.shown() if entry.fate is Fate.refused]
-    account.refuse("a recipe cannot do without it", *(key for key in missing if key not in known))
+    account.refuse("a recipe needs it, and the config does not give it", *(key for key in missing if key not in known))
     for key in left_out:
         account.differ(f"{key}={values[key]} is left out")
     rows = [[entry.key, entry.fate.value, entry.text] for entry in account.shown() if entry.text != "not set"]
@@ -76,10 +76,10 @@ def run(
         lines = "\n".join(f"  {entry.key}: {entry.text}" for entry in refused)
         left_out += [entry.key for entry in refused if entry.key in values]
         without = ",".join(key for key in left_out if key not in missing)
-        options = [*missing.values(), *([f"--without {without}"] if without else [])]
+        options = " ".join([*missing.values(), *([f"--without {without}"] if without else [])])
+        again = f", or repeat the command with {options}" if options else ""
         raise ConfigError(
-            f"{file} asks for what fxtune does not do, so no recipe is written:\n{lines}\nChange these keys, or "
-            f"repeat the command with {' '.join(options)}"
+            f"{file} asks for what fxtune does not do, so no recipe is written:\n{lines}\nChange these keys{again}"
         )
     title = f"{account.recipe.get('model.path')}, from {file} of {tool}"
     comments = [title, "", f"  fxtune +recipe={name}", "", *(f"Differs: {line}." for line in account.differences)]

@@ -286,7 +286,7 @@ class RecipeStore:
         if equals:
             reason = str(error).strip().split("\n", 1)[0]
             quoted = f"\"{key}='{value}'\""
-            inner = value[1:-1] if value[:1] == value[-1:] and value[:1] in "\"'" else value
+            inner = value[1:-1] if value[1:] and value[0] == value[-1] and value[0] in "\"'" else value
             if "'" in inner:
                 escaped = inner.replace("\\", "\\\\").replace('"', '\\"')
                 quoted = shlex.quote(f'{key}="{escaped}"')

@@ -30,6 +30,7 @@ from fxtune.objectives.registry import OBJECTIVES
 from fxtune.system.machine.facts import MachineFacts, installed_packages
 from fxtune.system.machine.packages import PACKAGES
 from fxtune.system.terminal.units import GIB, counted
+from fxtune.training.data.run_data import rows_to_read
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
 EPOCHS = ((1_000, 3), (10_000, 2))
@@ -110,22 +111,30 @@ def draft(found: Draft, name: str, rows: Rows, model: ModelConfig, card: Machine
     table = rows.tokenized(chosen)
     # A group has a row, and is packed whole. Answers may have a row each.
     lengths = np.diff(table.offsets if rows.format.answers else table.by_group.offsets)
-    found.set("data.sequence_length", *_length(lengths, chosen, rows.format.noun))
+    config, noun = _section_config(found, "objective", "sampler"), rows.format.noun
+    if config.objective.needs.rollouts:
+        lengths, noun = lengths + config.sampler.max_tokens, f"{noun}, each with sampler.max_tokens for its answer,"
+    found.set("data.sequence_length", *_length(lengths, chosen, noun))
     if rows.format.answers:
         found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
     elif rows.format.is_group and lengths.max() > found.keys["data.sequence_length"]:
         found.set("data.on_long", "drop", "a group is never cut")
     _data(found, name, rows, table, chosen)
-    _fit(found, chosen, card, model.path is None, _training(found, rows, table, chosen))
+    _fit(found, chosen, card, model.path is None, _training(found, name, rows, table, chosen))
     return rows, table
 
 
+def _section_config(found: Draft, *sections: str) -> Config:
+    """The config of these sections of a draft, and of defaults."""
+    return _config({key: value for key, value in found.keys.items() if key.split(".")[0] in sections})
+
+
 def _stream(found: Draft, rows: Rows, model: ModelConfig) -> EpochStream:
-    """The rows of an epoch of the run, from the first MOST_ROWS rows of the file, without documents that are asked."""
-    config = _config({key: value for key, value in found.keys.items() if key.split(".")[0] in ("data", "objective")})
-    data = config.objective.data_config(config.data)
+    """The rows of an epoch of the run, from the first MOST_ROWS rows of the file."""
+    config = _section_config(found, "data", "objective", "sampler")
+    data = rows_to_read(config)
     if data.share_prompts == AUTO:
-        data = replace(data, share_prompts=bool(rows.format.answers))
+        data = replace(data, share_prompts=config.objective.needs.answers_share_prompts)
     (share,) = data.held_out_shares
     side, distinct = Side.train if share else Side.all, data.dedup is not Dedup.off or None
     common = (data.sequence_length, data.packs, data.on_long, share, side, None, 0)
@@ -177,14 +186,14 @@ def _length(lengths: np.ndarray, model: ModelConfig, noun: str) -> tuple[int, st
     return length, f"99 % of the {noun} have at most {most:,} tokens; {longer:.1%} are longer"
 
 
-def _training(found: Draft, rows: Rows, table: TokenTable, model: ModelConfig) -> int:
+def _training(found: Draft, name: str, rows: Rows, table: TokenTable, model: ModelConfig) -> int:
     """Set epochs, batch and learning rate. Returns the number of rows that a micro-batch must be a multiple of."""
     epochs = next((epochs for below, epochs in EPOCHS if rows.count < below), 1)
     stream, scale, answers = _stream(found, rows, model), max(1.0, rows.count / MOST_ROWS), len(rows.format.answers)
     tokens = counted(int(stream.segments.length.sum() * scale), "tokens")
     found.set("train.epochs", epochs, f"{counted(rows.count, 'rows')}, {tokens} in an epoch")
     epochs = found.keys["train.epochs"] or 1
-    if found.keys.get("data.questions.path") and not rows.held_out:
+    if found.keys.get("data.questions.path") == str(_questions(name)) and not rows.held_out:
         scale *= max(0.0, 1 - QUESTIONS / rows.count)
     # Without packing a micro-batch is a multiple of a group's documents, and groups differ in size.
     if len(table.by_group) * (answers or 1) == len(table) and epochs * len(stream.epoch(0)) * scale < STEPS:

@@ -119,7 +119,7 @@ def read_rows(given: Config, objective: str) -> Rows:
     try:
         format = source.format()
     except DataError as error:
-        if not known and any(head[0].get(name) for name in LIST_KEYS):  # the column is there, with a wrong value
+        if not known and any(head[0].get(name) is not None for name in LIST_KEYS):  # a column with a wrong value
             raise
         how = "Say which columns are the question and the answer: --columns COLUMN=instruction,OTHER=output"
         raise DataError(f"{error}\n{how}") from error

@@ -56,9 +56,12 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
     left |= kind if isinstance(kind, dict) else {}
     if len(files) > 1:
         raise ValueError("give each of data_files as an entry with its own path")
-    if files and "://" not in str(files[0]):
-        left["data_files"] = files[0]
-    said = {name: (Fate.translated, f"{field}={left[name]}") for name, field in PLACES.items() if name in left}
+    if files and "://" in str(files[0]):
+        raise ValueError(f"download {files[0]}, and give it as `path`, or with --data FILE")
+    if files:
+        left |= {"path": None, "data_files": files[0]}
+    given = [name for name in PLACES if left.get(name) not in UNSET]
+    said = {name: (Fate.translated, f"{PLACES[name]}={left[name]}") for name in given}
     only = Fate.differs, "only the ends of answers are learned"
     said |= {name: only for name in USUAL if left.get(name) == "all"}
     left = {name: value for name, value in left.items() if value not in UNSET and name not in IGNORED}
@@ -88,7 +91,7 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
     elif kind is not None and "objective" not in account.recipe and not re.fullmatch(CHATS, str(kind)):
         raise ValueError(f"rows of type {kind}. Write chats: {{messages: [{{role, content}}]}}")
     elif str(kind).startswith(("alpaca", "chatml.", "llama3.", "zephyr.")):
-        said["type"] = Fate.differs, "rows become chats of the tokenizer's template, where this type has its own"
+        said["type"] = Fate.differs, "rows become chats of the tokenizer's template; Axolotl uses the type's own"
     if left:
         raise ValueError(f"not translated of {source['path']}: {', '.join(left)}")
     top, number = account.own(key), listed(account.get(key)).index(entry)

@@ -32,7 +32,7 @@ def decide(account: Account) -> None:
         sources, shares = account.recipe.get("data.sources", []), listed(account.get("interleave_probs"))
         for entry, share in zip(sources, shares, strict=False):
             entry["weight"] = float(share)
-        account.differ("they count rows, and the weights of sources supervised tokens", "interleave_probs")
+        account.differ("shares of rows; weights of sources are shares of supervised tokens", "interleave_probs")
     account.set("data.on_long", {"pt": "split", "sft": "drop"}.get(stage, "truncate"))
     if stage == "sft":
         account.differ("documents longer than cutoff_len are left out, where LLaMA-Factory cuts them (data.on_long)")

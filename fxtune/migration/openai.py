@@ -20,7 +20,10 @@ def decide(account: Account) -> None:
     given = {name: value for name, value in options.items() if value != "auto" and name != "learning_rate_multiplier"}
     account.set("techniques", ["lora", "fast"])
     account.set("train.epochs", given.pop("n_epochs", 3), "method")
-    batch, rate, noun = int(given.pop("batch_size", 8)), "auto", "examples: a row has those that fit (data.packing)"
+    size, rate, noun = given.pop("batch_size", 8), "auto", "examples, and a packed row holds as many as fit"
+    if not str(size).isdecimal():
+        account.refuse(f"batch_size={size} is no whole number", "method")
+    batch = int(size) if str(size).isdecimal() else 8
     if kind == "dpo":
         account.set("objective", "dpo", "method")
         account.set("objective.beta", given.pop("beta", 0.1), "method")
@@ -30,7 +33,7 @@ def decide(account: Account) -> None:
     account.set("train.global_batch_size", batch, "method")
     account.set("optimizer.lr", rate)
     account.differ(f"batch_size counts {noun}")
-    account.differ(f"their learning rate is not published: optimizer.lr={rate}, without learning_rate_multiplier")
+    account.differ(f"OpenAI publishes no learning rate: optimizer.lr={rate}, without learning_rate_multiplier")
     if given or kind not in ("supervised", "dpo"):
         account.refuse(f"{', '.join(given) or kind}: fxtune trains supervised and dpo, by epochs and batch", "method")
 

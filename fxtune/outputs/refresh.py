@@ -114,9 +114,9 @@ class _Refresh:
             say(f"All {data.known:,} {data.noun} of data.sources are known to {parent}: there is nothing new in them.")
             return {**key, "decision": NO_DRIFT, "known_documents": data.known}
         data.require_enough(parent)
-        if not self.force:  # another refresh may have been tested since
-            tested = (one for one in reversed(lineage.refreshes) if one["decision"] in (NO_DRIFT, REJECTED))
-            last = next((one for one in tested if {name: one.get(name) for name in key} == key), last)
+        if not self.force and not key.items() <= last.items():  # another refresh may have been tested since
+            tested = (one for one in reversed(lineage.refreshes) if one.get("decision") in (NO_DRIFT, REJECTED))
+            last = next((one for one in tested if key.items() <= one.items()), last)
         entry, decided = last, last.get("decision")
         if {name: last.get(name) for name in key} != key or decided == LEFT:
             entry = self._begin(key, data, parent)

@@ -177,7 +177,7 @@ def test_a_new_run_names_the_run_whose_config_is_gone():
     (folder / "config.yaml").unlink()
     new = start()
     assert new.path == Path("runs/a-2")
-    assert new.passed_over == ["runs/a has checkpoints and no config.yaml, which says what run they are of."]
+    assert new.passed_over == ["runs/a has checkpoints, but its config.yaml is missing."]
 
 
 def test_a_new_run_names_the_finished_run_that_a_longer_one_could_go_on_with():

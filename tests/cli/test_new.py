@@ -228,6 +228,22 @@ def test_the_steps_of_pairs_are_near_the_steps_of_the_run(packing, capfd):
     assert abs(said - steps) <= 0.1 * steps
 
 
+def test_the_steps_of_packed_judged_answers_are_near_the_steps_of_the_run():
+    """Their prompts are not shared."""
+    jsonl("rows.jsonl", [{"prompt": q * 5, "completion": a, "label": n % 2} for n, (q, a) in enumerate(ASKED)])
+    assert main(["new", "mine", "--data", "rows.jsonl", "data.packing=true"]) == 0
+    said, steps = steps_of("mine")
+    assert abs(said - steps) <= max(1, 0.1 * steps)
+
+
+def test_the_steps_of_prompts_are_near_the_steps_of_the_run_and_rows_have_room_for_answers():
+    jsonl("rows.jsonl", [{"prompt": q, "answer": a} for q, a in ASKED])
+    words = ["objective=policy", "objective.rewards=[{name: exact}]"]
+    assert main(["new", "mine", "--data", "rows.jsonl", *words]) == 0
+    said, steps = steps_of("mine")
+    assert abs(said - steps) <= 0.1 * steps
+
+
 def test_the_steps_of_texts_that_are_longer_than_a_row_are_near_the_steps_of_the_run():
     jsonl("long.jsonl", [{"text": " ".join(question for question, _ in ASKED) * 6}] * 3)
     assert main(["new", "mine", "--data", "long.jsonl"]) == 0

@@ -115,8 +115,8 @@ class _Refresh:
             return {**key, "decision": NO_DRIFT, "known_documents": data.known}
         data.require_enough(parent)
         if not self.force and not key.items() <= last.items():  # another refresh may have been tested since
-            tested = (one for one in reversed(lineage.refreshes) if one.get("decision") in (NO_DRIFT, REJECTED))
-            last = next((one for one in tested if key.items() <= one.items()), last)
+            tested = (old for old in reversed(lineage.refreshes) if old.get("decision") in (NO_DRIFT, REJECTED))
+            last = next((old for old in tested if key.items() <= old.items()), last)
         entry, decided = last, last.get("decision")
         if {name: last.get(name) for name in key} != key or decided == LEFT:
             entry = self._begin(key, data, parent)

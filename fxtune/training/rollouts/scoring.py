@@ -256,7 +256,7 @@ def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores:
     sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
     signature = inspect.signature(function)
     sent |= call.options
-    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         sent = {name: value for name, value in sent.items() if name in signature.parameters}
     try:
         signature.bind(**sent)
